@@ -7,9 +7,9 @@ from course.functions import emptied, needed
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "LICENSE", "requirements.txt", "nanollm/held_out", "nanollm/tiny"
-COMMANDS = ("nanollm/__main__.py", "lab/compare.py", "methods/baselines/snap_kv.py", "course/__main__.py",
+COMMAND_LIST = "nanollm/__main__.py"  # imports every command; a copy has one of them, compare
+COMMANDS = (COMMAND_LIST, "lab/compare.py", "methods/baselines/snap_kv.py", "course/__main__.py",
             "course/grader.py")
-COMMAND_LIST = "lab/commands.py"  # imports every command; a copy has one of them, compare
 
 
 def make(folder: Path, assignments: list[str]):

@@ -7,16 +7,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lab.continuation import Reference, continuation, reference, text_windows
+from lab.continuation import Reference, continuation, reference
 from lab.replay import CannotReplay, Recorder, Recording, record
 from lab.retrieval import Make, budget_for, prompt_and_question, retrieve
 from lab.tasks import Batch, Tasks
 from nanollm.cache import make_cache
 from nanollm.check import whole
+from nanollm.tokenizer import opening
 
 # each with its default options: 4 facts, 16 pairs, 16 shots
 TASKS = "needle", "pairs", "few_shot"
@@ -105,6 +107,18 @@ def check_size(model, documents: int, least: int, T: int):
             f"{T} tokens exceed the model's length of {model.config.max_len}; "
             "make the documents shorter"
         )
+
+
+def text_windows(tasks: Tasks, windows: int, T: int, model=None) -> Tensor:
+    """Return (windows, T) tokens: evenly spaced windows of text, after BOS if `model` uses it."""
+    first = opening(tasks.encoding, model.config) if model else []
+    stream = tasks.stream[tasks.stream != tasks.bos]
+    n = T - len(first)
+    whole("windows", windows, 1)
+    whole("T", T, 2, len(stream))
+    starts = np.linspace(0, len(stream) - n, windows).astype(int)
+    rows = [np.append(first, stream[start : start + n]) for start in starts]
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 def build(

@@ -1,4 +1,4 @@
-"""Code that all commands share: one-line errors, reading and writing files, options and threads.
+"""Code that all commands share: options, threads, one-line errors, and files.
 
 This file does not import torch. So `--help` and mistakes on the command line are answered at once.
 """
@@ -67,8 +67,10 @@ def check_keep(percent: float):
 
 
 def set_threads(asked: int, parameters: int):
-    """Set PyTorch's CPU threads to `asked`; 0 means one for a model below 50 million parameters,
-    else all."""
+    """Set PyTorch's CPU threads to `asked`.
+
+    0 means one for a model of less than 50 million parameters, else all.
+    """
     import torch
     from nanollm.check import whole
 
@@ -95,17 +97,18 @@ def fail(why: str):
     """Print one line on stderr and exit with code 2."""
     try:
         print(end="", flush=True)  # prints nothing if stdout is closed
-    # else Python's flush at exit fails again, with another message and exit code
     except OSError:
+        # else Python's flush at exit fails again, with another message and exit code
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print("error:", " ".join(why.split()), file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 def check_output(file: Path, what: str, ours: Callable[[bytes], bool]) -> bytes:
-    """Return the content of an output file. It must be absent, empty or `ours`: written by this program.
+    """Return the content of an output file, which this run may replace.
 
-    ValueError or OSError if it may not be replaced. what: its content in a word, for messages.
+    ValueError or OSError if it may not: the file must be absent, empty or `ours`, written by this
+    program. what: its content in a word, for messages.
     """
     if not file.parent.is_dir():
         raise ValueError(
@@ -151,7 +154,7 @@ def read_json(data: bytes):
 def replace(
     file: Path, data: bytes | None, before: bytes | None = None
 ) -> bytes | None:
-    """Write data to a new file, then rename it to `file`, so that `file` is always whole. Returns data.
+    """Write data to a new file and rename it, so that `file` is always whole; return data.
 
     data None: only check that the folder can be written. before: what this run wrote last;
     ValueError if the file holds anything else now.

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 import torch.nn.functional as F
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from lab.kept import slots_per_head
 from lab.replay import Recorder, Recording, record
 from lab.retrieval import Make, as_decoded, read_all_but_last
-from lab.tasks import Tasks
 from nanollm.attention import wide
 from nanollm.cache import (
     Slots,
@@ -28,23 +26,10 @@ from nanollm.cache import (
     crop,
     make_cache,
 )
-from nanollm.check import fits, whole
+from nanollm.check import fits
 from nanollm.generate import check_prompt
-from nanollm.tokenizer import opening
 
 # ---- the full cache's results ----
-
-
-def text_windows(tasks: Tasks, windows: int, T: int, model=None) -> Tensor:
-    """Return (windows, T) tokens: evenly spaced windows of text, after BOS if `model` uses it."""
-    first = opening(tasks.encoding, model.config) if model else []
-    stream = tasks.stream[tasks.stream != tasks.bos]
-    n = T - len(first)
-    whole("windows", windows, 1)
-    whole("T", T, 2, len(stream))
-    starts = np.linspace(0, len(stream) - n, windows).astype(int)
-    rows = [np.append(first, stream[start : start + n]) for start in starts]
-    return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 @dataclass

@@ -48,11 +48,8 @@ def documents() -> list[str]:
     docs += [file.read_text("utf8", "ignore") for file in sorted(sources(library))]
     package = Path(importlib.util.find_spec("numpy").origin).parent
     for file in sorted(package.rglob("*.py")):
-        docs.append(
-            "\n\n".join(
-                re.findall(r'"""(.+?)"""', file.read_text("utf8", "ignore"), re.S)
-            )
-        )
+        source = file.read_text("utf8", "ignore")
+        docs.append("\n\n".join(re.findall(r'"""(.+?)"""', source, re.S)))
     return [doc for doc in docs if doc.strip()]
 
 
@@ -81,22 +78,19 @@ def words(split: str) -> list[str]:
 
 def one_side(docs: list[str], test: bool) -> list[str]:
     """Return each document's held-out paragraphs if `test`, else its other paragraphs."""
-    sides = (
-        [
-            paragraph
-            for paragraph in re.split(r"\n\s*\n(?=\S)", doc)
-            if held_out(paragraph) == test
-        ]
-        for doc in docs
-    )
-    return ["\n\n".join(side) + "\n" for side in sides if side]
+    sides = []
+    for doc in docs:
+        paragraphs = re.split(r"\n\s*\n(?=\S)", doc)
+        side = [x for x in paragraphs if held_out(x) == test]
+        if side:
+            sides.append("\n\n".join(side) + "\n")
+    return sides
 
 
 def words_of(docs: list[str], test: bool) -> list[str]:
     counts = Counter(re.findall(r"(?<= )[a-z]{4,9}(?=[ ,.])", "\n".join(docs)))
-    return sorted(
-        word for word, n in counts.items() if n >= 5 and held_out(word, 5) == test
-    )
+    common = sorted(word for word, n in counts.items() if n >= 5)
+    return [word for word in common if held_out(word, 5) == test]
 
 
 @cache
@@ -111,6 +105,5 @@ if __name__ == "__main__":  # store those of the installed Python
         "documents": one_side(documents(), test=True),
         "words": words_of(documents(), test=True),
     }
-    HELD_OUT.write_text(
-        json.dumps(side, ensure_ascii=False, indent=0) + "\n", encoding="utf8"
-    )
+    stored = json.dumps(side, ensure_ascii=False, indent=0)
+    HELD_OUT.write_text(f"{stored}\n", encoding="utf8")

@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lab.command_line import check_output, command, replace
 from lab.methods_by_name import pick
-from lab.text_table import text_table
+from lab.table import text_table
 from nanollm import kernel_switch
 from nanollm.cache import cache_bytes, compress, make_cache
 from nanollm.check import whole

@@ -30,11 +30,11 @@ def load(
     torch's name of the number format of weights, keys and values.
     """
     folder = Path(folder)
-    read = reader(folder, engine)
-    return read(folder, getattr(torch, dtype), device)
+    reader = reader_of(folder, engine)
+    return reader(folder, getattr(torch, dtype), device)
 
 
-def reader(folder: Path, engine: str) -> Callable:
+def reader_of(folder: Path, engine: str) -> Callable:
     """Return the function that reads a model: (folder, dtype, device) → decoder, tokenizer."""
     is_smollm2 = folder == Path(gguf.SMOLLM2) and not folder.exists()
     if folder.suffix == ".gguf" or is_smollm2:

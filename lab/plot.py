@@ -1,4 +1,7 @@
-"""Draw figures. A method has the same colour, marker and dash in all; they also differ in grey."""
+"""Draw figures.
+
+A method has the same colour, marker and dash in all of them. Methods also differ in grey.
+"""
 
 from io import BytesIO
 from pathlib import Path
@@ -41,8 +44,8 @@ OTHERS = (
     ("#f0027f", "4"),
 )
 
-# A variant has its family's colour and marker. The rest of its name selects the dash; -- if not
-# listed.
+# A variant has its family's colour and marker. The rest of its name selects the dash, "--" by
+# default.
 DASHES = {
     "": "-",
     "critical_code": (0, (5, 1, 1, 1, 1, 1)),
@@ -60,26 +63,27 @@ DASHES = {
 
 
 def style(name: str) -> dict:
-    """Return a method's color, marker and linestyle by its command-line name: plot(**style("h2o")).
+    """Return a method's color, marker and linestyle by its name: plot(**style("h2o")).
 
     "ada_kv+critical" looks like "ada_kv" except for its dash. A hash of an unknown name selects its
     look.
     """
     base, _, addition = name.partition("+")
-    family = next((one for one in FAMILIES if f"{base}_".startswith(f"{one}_")), None)
-    color, marker = (
-        FAMILIES[family] if family else OTHERS[crc32(base.encode()) % len(OTHERS)]
-    )
-    variant = addition or base.removeprefix(family or base).strip("_")
+    families = [family for family in FAMILIES if f"{base}_".startswith(f"{family}_")]
+    if families:
+        color, marker = FAMILIES[families[0]]
+        variant = addition or base.removeprefix(families[0]).strip("_")
+    else:
+        color, marker = OTHERS[crc32(base.encode()) % len(OTHERS)]
+        variant = addition
     return dict(color=color, marker=marker, linestyle=DASHES.get(variant, "--"))
 
 
 def save(figure, file: Path):
     """Write a figure, with a title in its metadata that `is_ours` recognises."""
     data = BytesIO()
-    figure.savefig(
-        data, format=file.suffix[1:] or "png", dpi=110, metadata={"Title": TITLE}
-    )
+    kind = file.suffix[1:] or "png"
+    figure.savefig(data, format=kind, dpi=110, metadata={"Title": TITLE})
     plt.close(figure)
     replace(file, data.getvalue())
 
@@ -96,32 +100,34 @@ def is_ours(data: bytes) -> bool:
 def comparison(rows: list[dict], file: Path):
     """Draw both accuracies and KL over bytes, for at most eight methods and the full cache."""
     full = next((row for row in rows if row["method"] == "full"), None)
+    by_bytes = sorted(rows, key=lambda row: row["live_16"])
     points = {
-        name: sorted(
-            (row for row in rows if row["method"] == name),
-            key=lambda row: row["live_16"],
-        )
+        name: [row for row in by_bytes if row["method"] == name]
         for name in drawn([row["method"] for row in rows])
     }
-    figure, axes = plt.subplots(1, 3, figsize=(17, 5), layout="constrained")
-    over_bytes(axes[0], points, full, "aware", "accuracy, question in the prompt")
-    over_bytes(
-        axes[1], points, full, "agnostic", "accuracy, question after compression"
+    labels = dict(
+        aware="accuracy, question in the prompt",
+        agnostic="accuracy, question after compression",
+        kl="KL(full ‖ compressed) per token, nats",
     )
-    over_bytes(axes[2], points, full, "kl", "KL(full ‖ compressed) per token, nats")
+    figure, axes = plt.subplots(1, 3, figsize=(17, 5), layout="constrained")
+    for axis, (key, label) in zip(axes, labels.items()):
+        over_bytes(axis, points, full, key, label)
     save(figure, file)
 
 
 def drawn(names: list[str]) -> list[str]:
     """Return at most eight names, without the full cache; plain members of FAMILIES come first."""
+
+    def rank(name: str):
+        return style(name)["linestyle"] != "-", name not in FAMILIES
+
     names = [name for name in dict.fromkeys(names) if name != "full"]
-    return sorted(
-        names, key=lambda name: (style(name)["linestyle"] != "-", name not in FAMILIES)
-    )[:MOST]
+    return sorted(names, key=rank)[:MOST]
 
 
 def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
-    """Draw row[key] of each method over its cache's KiB; the full cache's value is a horizontal line."""
+    """Draw row[key] of each method over its cache's KiB; the full cache's is a horizontal line."""
     for name, mine in points.items():
         axis.plot(
             [row["live_16"] / 1024 for row in mine],
@@ -142,11 +148,8 @@ def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
     if key == "kl":
         axis.set_yscale("symlog", linthresh=0.01)
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_ylim(
-            -0.001,
-            2 * max([0, *(row["kl"] for mine in points.values() for row in mine)])
-            + 0.01,
-        )
+        largest = max([0, *(row["kl"] for mine in points.values() for row in mine)])
+        axis.set_ylim(-0.001, 2 * largest + 0.01)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
 
@@ -155,7 +158,7 @@ def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
 
 
 def kept(caches: list, tokens: int) -> np.ndarray:
-    """Return whether each head holds each of row 0's first `tokens` tokens, (L, H, tokens) of bool."""
+    """Return which of row 0's first `tokens` tokens each head holds, (L, H, tokens) of bool."""
     return held(caches, tokens)[0].cpu().numpy()
 
 
@@ -169,7 +172,7 @@ def text(
     columns: int = 1,
     width: int = 110,
 ):
-    """Draw a text once per panel. A token with a larger weight has a darker ground; weight 0 is grey text.
+    """Draw a text once per panel: a larger weight has a darker ground, weight 0 is grey text.
 
     pieces: the tokens' strings; a line break is drawn as ↵, a run of spaces as one. panels: title →
     weights (T,) in [0, 1]. marked: (T,) bool, the tokens to underline. low, high, mark: words in
@@ -177,14 +180,19 @@ def text(
     """
     pieces = [re.sub(" +", " ", piece.replace("\n", "↵")) for piece in pieces]
     marked = np.zeros(len(pieces)) if marked is None else marked
-    places, x, y = [], 0, 0  # column and line of each token
+    places = []  # column and line of each token
+    x = 0
+    y = 0
     for piece in pieces:
         if x + len(piece) > width:
-            x, y = 0, y + 1
+            x = 0
+            y += 1
         places.append((x, y))
         x += len(piece)
-    panel_width, panel_height = width + 4, y + 3
-    across, down = columns * panel_width - 4, -(-len(panels) // columns) * panel_height
+    panel_width = width + 4
+    panel_height = y + 3
+    across = columns * panel_width - 4
+    down = -(-len(panels) // columns) * panel_height
     inch = 1100 // across / 100  # width of a character; whole pixels at 100 dpi
     size = 72 * inch / 0.602  # DejaVu Sans Mono is 0.602 em wide
     figure = plt.figure(figsize=(across * inch, 2.1 * inch * (down + 1.2)))
@@ -192,15 +200,12 @@ def text(
     axis.axis("off")
 
     def write(x, y, piece, weight, underline=False):
+        n = len(piece)
         if weight > 0.01:
             ground = plt.cm.Blues(0.7 * weight)
-            axis.add_patch(
-                plt.Rectangle((x, y), len(piece), 1, color=ground, linewidth=0)
-            )
+            axis.add_patch(plt.Rectangle((x, y), n, 1, color=ground, linewidth=0))
         if underline:
-            axis.hlines(
-                y + 0.95, x, x + len(piece), color="#b03a00", linewidth=0.2 * size
-            )
+            axis.hlines(y + 0.95, x, x + n, color="#b03a00", linewidth=0.2 * size)
         axis.text(
             x,
             y + 0.5,
@@ -213,18 +218,18 @@ def text(
         )
 
     for i, (title, weights) in enumerate(panels.items()):
-        left, top = i % columns * panel_width, i // columns * panel_height
+        left = i % columns * panel_width
+        top = i // columns * panel_height
         axis.text(left, top + 0.5, title, va="center", fontsize=max(1.1 * size, 9))
-        for (x, y), piece, weight, underline in zip(
-            places, pieces, weights, marked, strict=True
-        ):
+        tokens = zip(places, pieces, weights, marked, strict=True)
+        for (x, y), piece, weight, underline in tokens:
             write(left + x, top + 1.2 + y, piece, float(weight), underline)
     x = 0
     for word, weight in ((low, 0), ("  ", 0.25), ("  ", 0.5), ("  ", 0.75), (high, 1)):
         write(x, down, word, weight)
         x += len(word) + 1
     if any(marked):
-        write(x + 3, down, mark, 1e-9, True)
+        write(x + 3, down, mark, weight=1e-9, underline=True)
     return figure
 
 
@@ -236,18 +241,18 @@ def heads(
     diverging: bool = False,
     most: float | None = None,
 ):
-    """Write values (L, heads) as a table of layers and heads. A larger number has a darker ground.
+    """Write values (L, heads) as a table; a larger number has a darker ground.
 
     most: the value of the darkest ground. diverging: purple below 0, orange above.
     """
     values = np.asarray(values)
     # keeps the ground light enough for black digits
-    most = 1.4 * (most or np.abs(values).max())
+    limit = 1.4 * (most or np.abs(values).max())
     axis.imshow(
         values,
         cmap="PuOr_r" if diverging else "Blues",
-        vmin=-most if diverging else 0,
-        vmax=most,
+        vmin=-limit if diverging else 0,
+        vmax=limit,
     )
     for (layer, head), value in np.ndenumerate(values):
         axis.text(head, layer, form.format(value), ha="center", va="center", fontsize=8)
@@ -261,7 +266,9 @@ def heads(
 
 
 def attention(axis, p, title: str):
-    """Draw one head's probabilities (T, S), a row per query; their square roots, so that small ones
-    show."""
+    """Draw one head's probabilities (T, S), a row per query.
+
+    Their square roots are drawn, so that small ones show.
+    """
     axis.imshow(np.asarray(p), cmap="Greys", norm=PowerNorm(0.5, 0, 1))
     axis.set(title=title, xlabel="key", ylabel="query")

@@ -21,6 +21,8 @@ def spread(function: Callable, items: Iterable, processes: bool = True) -> Itera
     if not processes or n < 2 or sys.platform != "linux":
         yield from map(function, items)
         return
+    # A pool pickles what it is given, and a function that holds a decoder is too large for that.
+    # Forks inherit a global, so that they need only the number of an item.
     global work
     work = function, items
     pool = ProcessPoolExecutor(n, get_context("fork"), torch.set_num_threads, (1,))

@@ -18,7 +18,7 @@ import sys
 
 from lab import kernel_bench, plot, speed, table
 from lab.claims import claims_renderer
-from lab.text_table import text_table
+from lab.table import text_table
 from nanollm import SHIPPED
 
 ROOT = Path(__file__).parents[1]

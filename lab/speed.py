@@ -32,7 +32,7 @@ from lab.loading import calibrated, load
 from lab.methods_by_name import pick
 from lab.replay import CannotReplay, Recorder, Recording, record, replay
 from lab.retrieval import budget_for
-from lab.text_table import text_table
+from lab.table import text_table
 from nanollm import TINY
 from nanollm.cache import cache_bytes, compress, make_cache
 from nanollm.check import whole

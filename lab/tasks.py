@@ -4,6 +4,7 @@ A task makes a document of exactly T tokens: real text with facts in it, then qu
 Each token has a role. Evaluation cuts the document where the question starts.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
@@ -14,6 +15,7 @@ from nanollm.check import check_seed, whole
 from lab import corpus
 from nanollm.tokenizer import Foreign
 
+Ids = list[int]  # tokens
 TEXT, FACT, QUESTION, ANSWER = range(4)  # roles of tokens
 # few-shot: the classes of source lines, by their first characters
 LINE_KINDS = (
@@ -47,11 +49,11 @@ class Batch:
     def stated(self) -> np.ndarray:
         """Return (B,): the index of the first place in the facts that states the first answer."""
         answer = self.tokens[:, self.answers[0]]
-        spans = [slice(i, i + answer.shape[1]) for i in range(self.question)]
-        stated = [
-            ((self.tokens[:, span] == answer) & self.facts[:, span]).all(1)
-            for span in spans
-        ]
+        stated = []
+        for place in range(self.question):
+            span = slice(place, place + answer.shape[1])
+            is_answer = self.tokens[:, span] == answer
+            stated.append((is_answer & self.facts[:, span]).all(1))
         return np.argmax(stated, 0)
 
 
@@ -70,66 +72,69 @@ class Tasks:
 
     def __init__(self, encoding, split: str, filler: str | None = None):
         foreign = isinstance(encoding, Foreign)
-        if not foreign and getattr(encoding, "encode_ordinary", len)("0099") != [
-            256,
-            355,
-        ]:
+        if not foreign and not has_numbers(encoding):
             raise ValueError(
                 "the tasks need a tokenizer of nanollm/tokenizer.py, in which tokens 256 to 355 "
                 "are 00 to 99, or one of transformers, as Foreign"
             )
-        self.encoding, self.split, self.own = encoding, split, filler
+        self.encoding = encoding
+        self.split = split
+        self.own = filler
         # The space before a number belongs to the token before it in nanollm/tokenizer.py. In most
         # other tokenizers it belongs to the number's first token.
         self.gap = " " if foreign else ""
         self.bos = encoding.bos if foreign else encoding.n_vocab - 1
         self.first = [] if self.bos is None else [self.bos]
-        encoded = encoding.encode_ordinary_batch(
-            corpus.text(split) if filler is None else [filler]
-        )
-        self.stream = np.concatenate([[*self.first, *ids] for ids in encoded]).astype(
-            np.int64
-        )
+        documents = corpus.text(split) if filler is None else [filler]
+        encoded = encoding.encode_ordinary_batch(documents)
+        stream = np.concatenate([[*self.first, *ids] for ids in encoded])
+        self.stream = stream.astype(np.int64)
 
+        self.words = self.alike_words()
+        test = split == "test"
+        self.values = [n for n in range(10_000) if corpus.held_out(str(n), 5) == test]
+        self.lines = self.lines_of_kinds()
+        self.asked_lines = self.alike_lines() if foreign else self.lines
+
+    def alike_words(self) -> list[Ids]:
+        """Return the tokens of words that have one length: 2, or the shortest of 100 words."""
+        encoded = self.encode([f" {word}" for word in corpus.words(self.split)])
+        words_of = Counter(map(len, encoded))
+
+        def preference(length: int):
+            return min(words_of[length], 100), length == 2, -length
+
+        chosen = max(range(1, 9), key=preference)
+        return [ids for ids in encoded if len(ids) == chosen]
+
+    def lines_of_kinds(self) -> list[list[Ids]]:
+        """Return for each kind in LINE_KINDS the source lines of 4 to 12 tokens."""
+        lines = set()
+        for document in corpus.text(self.split):
+            lines.update(map(str.strip, document.splitlines()))
+        kinds = []
+        for start in LINE_KINDS:
+            of_kind = sorted(line for line in lines if line.startswith(start))
+            encoded = self.encode(of_kind)
+            kinds.append([ids for ids in encoded if 4 <= len(ids) <= 12])
+        return kinds
+
+    def alike_lines(self) -> list[list[Ids]]:
+        """Return the lines of one length, so that documents align; all if a kind has none."""
+        lines_of = [Counter(map(len, kind)) for kind in self.lines]
+        least = lambda length: min(count[length] for count in lines_of)
+        chosen = max(range(4, 13), key=least)
+        if not least(chosen):
+            return self.lines
+        return [[ids for ids in kind if len(ids) == chosen] for kind in self.lines]
+
+    def encode(self, pieces: list[str]) -> list[Ids]:
+        if isinstance(self.encoding, Foreign):
+            return self.encoding.encode_ordinary_batch(pieces)
         # tiktoken would start a thread for each piece of a batch
-        encode = (
-            encoding.encode_ordinary_batch
-            if foreign
-            else lambda pieces: [*map(self.ids, pieces)]
-        )
-        encoded = encode([" " + word for word in corpus.words(split)])
-        # All words have one length in tokens. Take a length with 100 words or more: 2, else the
-        # shortest of them.
-        length = max(
-            range(1, 9),
-            key=lambda n: (min(sum(len(ids) == n for ids in encoded), 100), n == 2, -n),
-        )
-        self.words = [ids for ids in encoded if len(ids) == length]
-        self.values = [
-            n for n in range(10_000) if corpus.held_out(str(n), 5) == (split == "test")
-        ]
+        return [self.ids(piece) for piece in pieces]
 
-        lines = sorted(
-            {line.strip() for doc in corpus.text(split) for line in doc.splitlines()}
-        )
-        self.lines = [
-            [
-                ids
-                for ids in encode([line for line in lines if line.startswith(kind)])
-                if 4 <= len(ids) <= 12
-            ]
-            for kind in LINE_KINDS
-        ]
-        # lines that another tokenizer's documents ask about have one length, too, so that documents
-        # align
-        n = max(
-            range(4, 13),
-            key=lambda n: min(sum(len(x) == n for x in kind) for kind in self.lines),
-        )
-        alike = [[ids for ids in kind if len(ids) == n] for kind in self.lines]
-        self.asked = alike if foreign and all(alike) else self.lines
-
-    def ids(self, string: str) -> list[int]:
+    def ids(self, string: str) -> Ids:
         return self.encoding.encode_ordinary(string)
 
     def filler(self, rng, n: int) -> np.ndarray:
@@ -147,41 +152,41 @@ class Tasks:
         start = rng.integers(0, len(self.stream) - n)
         return self.stream[start : start + n]
 
-    def draw_pairs(
-        self, rng, n: int, numbers: int = 1
-    ) -> list[tuple[list[int], list[int]]]:
-        """Draw n different keys (2 tokens each) and a value for each, `numbers` numbers of 2 tokens."""
+    def draw_pairs(self, rng, n: int, numbers: int = 1) -> list[tuple[Ids, Ids]]:
+        """Draw n different keys, and for each a value of `numbers` four-digit numbers."""
         whole("the number of keys", n, 1, len(self.words))
         whole("numbers", numbers, 1, len(self.values) // n)
-        keys = rng.choice(len(self.words), n, replace=False)
+        words = rng.choice(len(self.words), n, replace=False)
         values = rng.choice(self.values, (n, numbers), replace=False)
-        return [
-            (self.words[key], [t for n in value for t in self.number(n, 4)])
-            for key, value in zip(keys, values)
-        ]
+        pairs = []
+        for word, value in zip(words, values):
+            key = self.words[word]
+            digits = [self.number(number, 4) for number in value]
+            pairs.append((key, sum(digits, [])))
+        return pairs
 
-    def number(self, n: int, digits: int) -> list[int]:
+    def draw_keys(self, rng, n: int) -> list[Ids]:
+        return [key for key, _ in self.draw_pairs(rng, n)]
+
+    def number(self, n: int, digits: int) -> Ids:
         return self.ids(f"{self.gap}{n:0{digits}}")
 
-    def before(self, string: str) -> list[int]:
-        """Return the tokens of text before a number, with the space between them if it belongs here."""
+    def before(self, string: str) -> Ids:
+        """Return the tokens before a number, with the space between them if it belongs here."""
         return self.ids(string if self.gap else f"{string} ")
 
-    def begun(self, key: list[int], is_number: bool = True) -> list[int]:
+    def begun(self, key: Ids, is_number: bool = True) -> Ids:
         """Return the tokens of " The code of KEY is", before a number or a word."""
-        return (
-            self.ids(" The code of")
-            + key
-            + (self.before(" is") if is_number else self.ids(" is"))
-        )
+        end = self.before(" is") if is_number else self.ids(" is")
+        return self.ids(" The code of") + key + end
 
-    def fact(
-        self, key: list[int], value: list[int], is_number: bool = True
-    ) -> list[int]:
+    def fact(self, key: Ids, value: Ids, is_number: bool = True) -> Ids:
         return self.begun(key, is_number) + value + self.ids(".")
 
-    def question(self, key: list[int], is_number: bool = True) -> list[int]:
-        return self.ids("\nQ:") + self.begun(key, is_number)
+    def question(self, key: Ids, answer: Ids, is_number: bool = True):
+        """Return a question for the code of a key, its answer, and a full stop."""
+        question = self.ids("\nQ:") + self.begun(key, is_number)
+        return question, answer, self.ids(".")
 
     def assemble(
         self, rng, T: int, facts, questions, depths=None
@@ -193,23 +198,31 @@ class Tasks:
         the answer.
         """
         asked = [part for question in questions for part in question]
-        fill = self.filler(rng, T - len(self.first) - sum(map(len, [*facts, *asked])))
-        depths = rng.random(len(facts)) if depths is None else np.asarray(depths)
+        given = [self.first, *facts, *asked]
+        fill = self.filler(rng, T - sum(map(len, given)))
+        if depths is None:
+            depths = rng.random(len(facts))
 
-        parts, done = [(self.first, TEXT)], 0
+        tokens = []
+        roles = []
+
+        def add(ids, role: int):
+            tokens.append(np.asarray(ids, dtype=np.int64))
+            roles.append(np.full(len(ids), role, dtype=np.uint8))
+
+        add(self.first, TEXT)
+        done = 0
         for i in np.argsort(depths, kind="stable"):
             place = round(depths[i] * len(fill))
-            parts += [(fill[done:place], TEXT), (facts[i], FACT)]
+            add(fill[done:place], TEXT)
+            add(facts[i], FACT)
             done = place
-        parts.append((fill[done:], TEXT))
+        add(fill[done:], TEXT)
         for question, answer, tail in questions:
-            parts += [(question, QUESTION), (answer, ANSWER), (tail, QUESTION)]
-
-        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _ in parts])
-        roles = np.concatenate(
-            [np.full(len(ids), role, dtype=np.uint8) for ids, role in parts]
-        )
-        return tokens, roles
+            add(question, QUESTION)
+            add(answer, ANSWER)
+            add(tail, QUESTION)
+        return np.concatenate(tokens), np.concatenate(roles)
 
     def needle(
         self,
@@ -232,25 +245,30 @@ class Tasks:
             )
 
         pairs = self.draw_pairs(rng, facts, numbers)
-        depths, asked = rng.random(facts), rng.permutation(facts)[:questions]
+        depths = rng.random(facts)
+        chosen = rng.permutation(facts)[:questions]
         if depth is not None:
-            depths[asked[0]] = depth
+            depths[chosen[0]] = depth
 
         stated = [self.fact(key, value) for key, value in pairs]
-        questions = [
-            (self.question(pairs[i][0]), pairs[i][1], self.ids(".")) for i in asked
-        ]
-        return self.assemble(rng, T, stated, questions, depths)
+        asked = [self.question(*pairs[i]) for i in chosen]
+        return self.assemble(rng, T, stated, asked, depths)
 
     def pairs(self, rng, T: int, listed: int = 16, questions: int = 1):
         """Make a document with a block of `key: value` lines in the text, and ask for some keys."""
         whole("questions", questions, 1, listed)
         items = self.draw_pairs(rng, listed)
-        line, ask, colon = self.ids("\n"), self.ids("\nQ:"), self.before(":")
-        block = [t for k, v in items for t in line + k + colon + v] + line
-        asked = rng.permutation(listed)[:questions]
-        questions = [(ask + items[i][0] + colon, items[i][1], []) for i in asked]
-        return self.assemble(rng, T, [block], questions)
+        newline = self.ids("\n")
+        colon = self.before(":")
+        block = []
+        for key, value in items:
+            block += newline + key + colon + value
+        asked = []
+        for i in rng.permutation(listed)[:questions]:
+            key, value = items[i]
+            question = self.ids("\nQ:") + key + colon
+            asked.append((question, value, []))
+        return self.assemble(rng, T, [block + newline], asked)
 
     def few_shot(self, rng, T: int, shots: int = 16, classes: int = 4):
         """Make a document with labelled lines of source code, and ask for a new line's label.
@@ -262,30 +280,29 @@ class Tasks:
         whole("classes", classes, 2, len(LINE_KINDS))
         kinds = rng.choice(len(LINE_KINDS), classes, replace=False)
         labels = [self.number(n, 2) for n in rng.choice(100, classes, replace=False)]
-        which = rng.permutation(np.arange(shots + classes) % classes)[:shots]
-        arrow, newline = self.ids(" =>"), self.ids("\n")
+        shown = rng.permutation(np.arange(shots + classes) % classes)[:shots]
+        last = rng.choice(shown)
+        newline = self.ids("\n")
+        arrow = self.ids(" =>")
 
-        def line_of(c: int, all_lines: list) -> list[int]:
-            lines = all_lines[kinds[c]]
-            return newline + lines[rng.integers(len(lines))] + arrow
+        def line_of(c: int, lines_of_kinds: list) -> Ids:
+            lines = lines_of_kinds[kinds[c]]
+            line = lines[rng.integers(len(lines))]
+            return newline + line + arrow
 
-        query = rng.choice(which)
-        shown = [(line_of(c, self.lines), labels[c]) for c in which]
-        last = (line_of(query, self.asked), labels[query], [])
-        return self.assemble(
-            rng, T, [line + label for line, label in shown], [last], [1.0] * shots
-        )
+        block = [line_of(c, self.lines) + labels[c] for c in shown]
+        asked = (line_of(last, self.asked_lines), labels[last], [])
+        return self.assemble(rng, T, block, [asked], depths=[1.0] * shots)
 
     def copy(self, rng, T: int, length: int = 32, start: int = 8, answer: int = 16):
-        """Make a document with an inserted passage; its end quotes the start and asks for the rest."""
+        """Make a document with a passage in it; its end quotes the start, and asks for the rest."""
         whole("length", length, 2)
         whole("start", start, 1, length - 1)
         whole("answer", answer, 1, length - start)
         passage = self.filler(rng, length)
-        quoted = passage[:start].tolist()
-        return self.assemble(
-            rng, T, [passage], [(quoted, passage[start : start + answer], [])]
-        )
+        rest = passage[start : start + answer]
+        asked = passage[:start], rest, []
+        return self.assemble(rng, T, [passage], [asked])
 
     def plain(self, rng, T: int):
         """Make a document of text only."""
@@ -294,18 +311,19 @@ class Tasks:
     def drawn(self, task: str, seed: int, B: int, T: int, options: dict) -> Iterator:
         """Check the arguments, and return an endless iterator over a task's documents."""
         if task not in self.KNOWN:
-            raise ValueError(
-                f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}"
-            )
+            known = ", ".join(self.KNOWN)
+            raise ValueError(f"task {task!r} is unknown; known are {known}")
         check_seed(seed)
         whole("documents", B, 1)
-        rng, make = np.random.default_rng(seed), getattr(self, task)
+        rng = np.random.default_rng(seed)
+        make = getattr(self, task)
         return (make(rng, T, **options) for _ in count())
 
     def batch(self, task: str, seed: int, B: int, T: int, **options) -> Batch:
         """Return B aligned documents of a task ("needle", "pairs", …); others are drawn again."""
         rows = []
-        for tokens, roles in islice(self.drawn(task, seed, B, T, options), 1000 * B):
+        documents = self.drawn(task, seed, B, T, options)
+        for tokens, roles in islice(documents, 1000 * B):
             if not rows or (shape_of(roles) == shape_of(rows[0][1])).all():
                 rows.append((tokens, roles))
             if len(rows) == B:
@@ -323,8 +341,10 @@ class Tasks:
         if not isinstance(self.encoding, Foreign):
             return [self.batch(task, seed, B, T, **options)]
         groups = {}
-        for tokens, roles in islice(self.drawn(task, seed, B, T, options), B):
-            groups.setdefault(shape_of(roles).tobytes(), []).append((tokens, roles))
+        documents = self.drawn(task, seed, B, T, options)
+        for tokens, roles in islice(documents, B):
+            group = groups.setdefault(shape_of(roles).tobytes(), [])
+            group.append((tokens, roles))
         return [aligned(rows) for rows in groups.values()]
 
 
@@ -337,13 +357,19 @@ def aligned(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
     """Return aligned documents as a batch."""
     tokens, roles = (np.stack(x) for x in zip(*rows))
     shape = shape_of(roles[0])
-    edges = np.flatnonzero(
-        np.diff(np.concatenate([[0], shape == ANSWER, [0]]).astype(int))
-    )
-    answers = [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
-    return Batch(
-        tokens, roles, int(np.argmax(shape != TEXT)) if answers else len(shape), answers
-    )
+    # where answers begin and end: ANSWER at places 1 and 2 gives the span 1 to 3
+    is_answer = np.concatenate([[0], shape == ANSWER, [0]])
+    edges = np.flatnonzero(np.diff(is_answer)).reshape(-1, 2)
+    answers = [slice(start, end) for start, end in edges.tolist()]
+    question = int(np.argmax(shape != TEXT)) if answers else len(shape)
+    return Batch(tokens, roles, question, answers)
+
+
+def has_numbers(encoding) -> bool:
+    """Return whether tokens 256 to 355 are the numbers 00 to 99, as in nanollm/tokenizer.py."""
+    if not hasattr(encoding, "encode_ordinary"):
+        return False
+    return encoding.encode_ordinary("0099") == [256, 355]
 
 
 class Unmarked(Tasks):
@@ -353,5 +379,6 @@ class Unmarked(Tasks):
     lines.
     """
 
-    def ids(self, string: str) -> list[int]:
-        return super().ids({".": "", ": ": " is ", "\n": ","}.get(string, string))
+    def ids(self, string: str) -> Ids:
+        without_mark = {".": "", ": ": " is ", "\n": ","}
+        return super().ids(without_mark.get(string, string))

@@ -138,7 +138,7 @@ def cut_to(
 ) -> Tensor:
     """Return the mask (..., n) of the first `budget` tokens, chunks taken by their scores."""
     # Example: tokens of the chunks 1 1 2 2, chunk 2 scores higher, budget 3. Their ranks are
-    # 1 1 0 0; sorted by rank, the tokens are 2 3 0 1, and the first three stay: the mask is 1 0 1 1.
+    # 1 1 0 0; sorted by rank, the tokens are 2 3 0 1. The first three stay: mask 1 0 1 1.
     rank = ranking(score).argsort(-1).gather(-1, chunk)  # rank of each token's chunk
     by_rank = rank.argsort(dim=-1, stable=True)
     place = torch.arange(chunk.shape[-1], device=chunk.device).expand(chunk.shape)

@@ -5,7 +5,8 @@ So the paper bounds the L1 change of the output that an eviction causes, and cho
 that lower the bound. Algorithm 1 has two stages: the first α·b entries are chosen by weight alone,
 the others by weight × ‖projected value‖₁. Any window method can use this selection.
 
-    L = ‖o − ô‖₁ ≤ θ = C − (2 − 1/S) Σ_i N_i A_i ‖𝒱_i‖₁,   𝒱 = V W_O,   S = Σ_i N_i A_i,   C = Σ_i A_i ‖𝒱_i‖₁
+    L = ‖o − ô‖₁ ≤ θ = C − (2 − 1/S) Σ_i N_i A_i ‖𝒱_i‖₁
+    𝒱 = V W_O,   S = Σ_i N_i A_i,   C = Σ_i A_i ‖𝒱_i‖₁
 
 A are the attention weights; N_i is 1 if entry i stays and 0 if it is evicted; o is the output
 before the eviction and ô the output after it.

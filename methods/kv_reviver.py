@@ -7,7 +7,8 @@ another's estimates.
 
     Recent:    the newest tokens
     Candidate: of the others, those with the largest Σ_{s ≤ t} α_s
-    swap:      a Vague token with more than replace_rate times the lowest Candidate's Σ takes its place
+    swap:      a Vague token with more than replace_rate times the lowest Candidate's Σ takes
+               its place
 
 The sketch (Charikar et al. 2002) has r rows of b slots. A hash h_i gives each token one slot in row
 i, and a sign g_i:
@@ -160,7 +161,7 @@ class Sketch:
         x: Tensor,
         J: Tensor,
     ) -> Iterator[Tensor]:
-        """Yield each head's median over rows of the slots x (B, H, r·b, 2D) of tokens J: (n, 2D)."""
+        """Yield each head's median over rows of slots x (B, H, r·b, 2D) of tokens J: (n, 2D)."""
         # A table of all slots as read with sign 1, then as read with sign −1. Example: token 5 has
         # slot 2 of 4 and sign −1, so it reads row 4 + 2 of the table.
         table = torch.cat((x, x * self.flip), 2)
@@ -392,9 +393,9 @@ class KVReviver(Method):
         return 0
 
     def evict(self, layer: SketchSlots):
-        """Move the candidates with the lowest scores into the sketch (Algorithm 3); ties: the oldest.
+        """Move the candidates with the lowest scores into the sketch (Algorithm 3).
 
-        Then exchange vague tokens and candidates.
+        Of equal ones the oldest moves. Then exchange vague tokens and candidates.
         """
         width, newest, candidates = self.sizes(layer)
         if layer.length > newest + candidates + self.slack:

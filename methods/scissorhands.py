@@ -1,4 +1,4 @@
-"""Scissorhands: a KV cache that never exceeds its budget (Liu et al., NeurIPS 2023, arXiv 2305.17118).
+"""Scissorhands: a KV cache that never exceeds its budget (Liu et al., arXiv 2305.17118).
 
 The paper's hypothesis is the persistence of importance: a token that got attention will get
 attention again. When the cache is full, it evicts the entries that were unimportant most often in

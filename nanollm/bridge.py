@@ -11,9 +11,9 @@ calls its `attend`.
     model.generate(prompt, past_key_values=memory, max_new_tokens=20)  # from the compressed cache
     detach(model)
 
-With full attention the model computes the same as with its own cache. Each text of a batch has caches
-of its own, so a batch may be repeated and reordered. It may also be padded on the left: give every
-call the `attention_mask`, and each text is read as it would be alone. Positions then count a
+With full attention the model computes the same as with its own cache. Each text of a batch has
+caches of its own, so a batch may be repeated and reordered. It may also be padded on the left: give
+every call the `attention_mask`, and each text is read as it would be alone. Positions then count a
 text's own tokens, without its padding, unless a call brings `position_ids`.
 
 From transformers 5.24 on, the argument `past_key_values` is called `cache`. There the bridge takes

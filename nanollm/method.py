@@ -4,12 +4,12 @@ A *method* decides which entries stay: one object for the whole decoder. Its opt
 dataclass fields. A *store* keeps the entries of one layer (slots.py). `make_cache` (cache.py) makes
 one method and a store for each layer; the decoder calls `store.attend(q, k, v, pos)`.
 
-    attend, for each piece of the new tokens:        compress, once, after the whole prompt:
-        store.room       how many tokens fit             method.compress   by default each layer evicts
-        store.write      append their entries            store.end_prompt  drop the notes
-        store.attention  over what store.read shows
+    attend, for each piece of the new tokens:     compress, once, after the whole prompt:
+        store.room       how many tokens fit          method.compress   each layer evicts
+        store.write      append their entries         store.end_prompt  drop the notes
+        store.attention  over what `read` shows
         method.observe   look at the probabilities
-        store.evict      after the prompt: method.evict
+        store.evict      after the prompt
 
 These names may be overridden, and no others. Only `appends` below asks whether one is:
 

@@ -152,7 +152,7 @@ def decode(x, tensors: dict[str, Tensor], layer: Slots):
 
 
 def fingerprint(model) -> str:
-    """Return a hash of a decoder: its config, number format, and the first numbers of its weights."""
+    """Return a hash of a decoder: config, number format, and first numbers of its weights."""
     parts = [p.detach().flatten()[:1024].float().cpu() for p in model.parameters()]
     shape = json.dumps(vars(model.config), sort_keys=True, default=str)
     shape += str(next(model.parameters()).dtype)

@@ -36,7 +36,10 @@ class Stored(NamedTuple):
 
 
 def whole(x: Tensor) -> Stored:
-    """Return x with all its numbers live. With a fourth axis, D, it holds keys, values or queries."""
+    """Return x with all its numbers live.
+
+    With a fourth axis, D, it holds keys, values or queries.
+    """
     vectors = x.dim() > 3
     return Stored(x, x.numel(), model_dtype=vectors)
 
@@ -53,7 +56,7 @@ class Slots:
         model=None,
         index: int = 0,
     ):
-        """method: decides what stays (default: everything). index: which of the decoder's layers."""
+        """method: decides what stays; by default everything. index: which layer this is."""
         self.method = Method() if method is None else method
         self.model = model
         self.index = index
@@ -341,7 +344,7 @@ class Slots:
         self.keep(indices(kept & there))
 
     def drop(self, i: Tensor):
-        """Evict slot i (B, H, 1) of each head. The last slot moves there; nothing else is copied."""
+        """Evict slot i (B, H, 1) of each head. The last slot moves there."""
         last = slice(self.length - 1, self.length)
         for x in self.slots.values():
             entry = x[:, :, last].clone()
@@ -349,7 +352,7 @@ class Slots:
         self.length -= 1
 
     def shrink(self, score: Tensor, budget: int):
-        """Keep each head's `budget` slots of highest score (B, H, S). Ties go to the newest token."""
+        """Keep each head's `budget` slots of highest score (B, H, S); ties: the newest token."""
         check_score(score, self.pos.shape)
         if self.ragged:
             score = score.masked_fill(self.pos == NEVER, -math.inf)

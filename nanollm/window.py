@@ -91,7 +91,7 @@ class Window:
         return window_scores(self.q, self.k, self.empty)
 
     def pool(self, score: Tensor) -> Tensor:
-        """Max-pool scores (..., n) over `kernel_size` neighbours, so that text around facts stays."""
+        """Max-pool scores (..., n) over neighbours, so that the text around facts stays."""
         score = max_pool(score, self.method.kernel_size)
         if self.empty is None:
             return score

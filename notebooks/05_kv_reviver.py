@@ -17,8 +17,8 @@ import torch
 
 from lab import evaluate, plot, render_results
 from lab.replay import Recorder, record
+from lab.table import text_table
 from lab.tasks import Tasks
-from lab.text_table import text_table
 
 # %%
 from methods.baselines.count_sketch import Sketch

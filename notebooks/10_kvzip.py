@@ -18,8 +18,8 @@ from lab.evaluate import held, maker
 from lab.registry import pick
 from lab.render_results import by_method
 from lab.replay import Recorder, record
+from lab.table import text_table
 from lab.tasks import Tasks
-from lab.text_table import text_table
 from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip, fit, lessons
 from methods.baselines.snap_kv import SnapKV

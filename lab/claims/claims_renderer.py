@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from lab.claims.rules import CLAIMS
 from lab.claims.subject import HOLDS, NOT, OPEN, UNTESTED
-from lab.text_table import text_table
+from lab.table import text_table
 from nanollm import SHIPPED
 from nanollm.gguf import SMOLLM2
 

@@ -1,13 +1,13 @@
-"""DefensiveKV: prepare for the worst query (Feng et al., arXiv 2510.13334, by CriticalKV's authors).
+"""DefensiveKV: prepare for the worst query (Feng et al., arXiv 2510.13334).
 
-SnapKV and CriticalKV take the mean of the attention that an entry gets in the observation window.
-That assumes that later queries want what the window wanted on average. DefensiveKV takes the
-maximum over the window's queries and the group's query heads: an entry stays if a single query
-wanted it. A low maximum proves little about later queries, so no entry counts less than the mean
-one. CriticalKV's two stages follow. Stage 1 takes the entries that gather 90 % of the mean
-attention; stage 2 multiplies by the norms of the projected values. The entries of a layer's heads
-are ranked together. `across=True` ranks those of all layers together; the paper calls this
-LayerDefensiveKV. (Ours, `worst_query`, leaves out stage 1.)
+CriticalKV's authors wrote it. SnapKV and CriticalKV take the mean of the attention that an entry
+gets in the observation window. That assumes that later queries want what the window wanted on
+average. DefensiveKV takes the maximum over the window's queries and the group's query heads: an
+entry stays if a single query wanted it. A low maximum proves little about later queries, so no
+entry counts less than the mean one. CriticalKV's two stages follow. Stage 1 takes the entries that
+gather 90 % of the mean attention; stage 2 multiplies by the norms of the projected values. The
+entries of a layer's heads are ranked together. `across=True` ranks those of all layers together;
+the paper calls this LayerDefensiveKV. (Ours, `worst_query`, leaves out stage 1.)
 
     r_i = max_{t in the window, g} α_{t,g,i},   c_i = max(r_i, mean_j r_j) · N_i / Σ_j N_j,
     N_i = mean_g ‖v_i W_O‖₁

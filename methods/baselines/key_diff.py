@@ -21,9 +21,9 @@ class KeyDiff(Scored):
 
 
 def likeness(k: Tensor) -> Tensor:
-    """Return the cosine of keys (B, H, S, D) and their mean direction, times a head's constant, (B, H, S).
+    """Return the cosine of keys (B, H, S, D) and their mean direction, (B, H, S).
 
-    In at least 32 bits.
+    It is multiplied by a constant of the head, and has at least 32 bits.
     """
     k = wide(k)
     # no normalized copy of k: each step

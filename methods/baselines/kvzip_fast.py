@@ -5,7 +5,8 @@ token itself. So each head has a gate, which learns KVzip's scores once for a de
 prompt is read only once.
 
     s_i = σ(x_i W + b),   W, b:  min Σ_i BCE(s_i, S_i),   S_i KVzip's score of entry i
-    keep the L·H·b entries with the highest s;   x_i of token i: q, k and v of all heads, before rotation
+    keep the L·H·b entries with the highest s
+    x_i of token i: q, k and v of all heads, before rotation
 
 BCE is the cross-entropy −S log s − (1 − S) log(1 − s). It is smallest if s is the mean of S.
 
@@ -102,7 +103,7 @@ class FastKVzip(KVzip):
 
 
 class Teacher(KVzip):
-    """KVzip that also notes the gates' inputs, (B, tokens of the prompt so far, n), in CPU memory."""
+    """KVzip that also notes the gates' inputs, (B, prompt's tokens so far, n), in CPU memory."""
 
     def observe(self, layer: Slots, q: Tensor, p: Tensor | None):
         earlier = [layer.notes["inputs"]] if "inputs" in layer.notes else []

@@ -1,4 +1,4 @@
-"""SnapKV: the end of the prompt shows which entries the answer will need (Li et al., arXiv 2404.14469).
+"""SnapKV: the end of the prompt shows which entries the answer needs (arXiv 2404.14469).
 
 The prompt's last w queries are the observation window. An entry's window score is the mean
 attention that they give it. Scores are max-pooled over neighbouring tokens, so the neighbours of a

@@ -5,7 +5,8 @@ the softmax's denominator τ. It keeps s random values with their keys, to estim
 A value v is drawn with probability ‖v‖²/‖V‖_F².
 
     o = Σ_i e^⟨q,k_i⟩ v_i / Σ_i e^⟨q,k_i⟩ ≈ z/τ
-    τ = Σ_c n_c/t Σ_{t samples of cluster c} e^⟨q,k⟩        z = Σ_{s draws} ‖V‖_F²/(s ‖v‖²) e^⟨q,k⟩ v
+    τ = Σ_c n_c/t Σ_{t samples of cluster c} e^⟨q,k⟩
+    z = Σ_{s draws} ‖V‖_F²/(s ‖v‖²) e^⟨q,k⟩ v
 
 Keys are clustered as they come; n_c is the number of keys in cluster c. τ and z are unbiased, their
 ratio is not.
@@ -13,7 +14,8 @@ ratio is not.
 For tensor attention (Chen et al., arXiv 2503.11108, Lemmas 5.1, 5.2) the keys are pairs of tokens.
 `SubGen2Cache` uses the stream of all pairs. `SubGen4Cache` uses one stream for each side of a pair:
 
-    τ = Σ_{left, right samples} n_c/t · n_c'/t · e^⟨q, k₁ ∘ k₂⟩,   the same for z and the draws of both sides
+    τ = Σ_{left, right samples} n_c/t · n_c'/t · e^⟨q, k₁ ∘ k₂⟩
+    and the same for z and the draws of both sides
 
 Differs from the papers:
 - A key joins the oldest cluster near it, not the nearest: cuts of the text do not change the

@@ -15,7 +15,8 @@ Shrunk (`ShrunkReviver`): the mean of the vague tokens is stored exactly, and th
 token's difference from it. An estimate is shrunk towards the mean; the more tokens share a slot,
 the more it is shrunk (a Wiener filter). With a tokens on b slots per row:
 
-    k̂_J = mean + median_i(g_i(J) S_i[h_i(J)]) / (1 + variance of the median · (a − 1)/b),   v̂_J likewise
+    k̂_J = mean + median_i(g_i(J) S_i[h_i(J)]) / (1 + variance of the median · (a − 1)/b)
+    v̂_J likewise
 
 On average over the hashes, the squared error is at most that of the mean alone. With one row this
 holds by construction, for any vectors. A single token may have a larger error, and swaps leave
@@ -51,7 +52,7 @@ class MeanSketch(Sketch):
         return self.median(self.means(J if among is None else among), J)
 
     def means(self, J: Tensor) -> Tensor:
-        """Return the slots, (B, H, r·b, 2D), each divided by its number of the tokens J (B, H, a)."""
+        """Return the slots, (B, H, r·b, 2D), each divided by how many of J (B, H, a) it has."""
         slot = self.bucket(J).flatten(2)
         count = torch.zeros(self.x.shape[:3], device=slot.device)
         count.scatter_add_(2, slot, torch.ones_like(slot, dtype=count.dtype))

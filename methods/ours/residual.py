@@ -6,7 +6,8 @@ means, weighted by their window scores a. A logit bias β gives it the total wei
 the window's queries t. Any other selection can choose the kept entries.
 
     k̄ = Σ_{i gone} a_i k_i / Σ_{i gone} a_i,  v̄ likewise
-    β:   Σ_t exp(q_t·k̄/√D + β − log Z_t) = Σ_t Σ_{i gone} α_{t,i},   Z_t the partition sum of the full cache
+    β:   Σ_t exp(q_t·k̄/√D + β − log Z_t) = Σ_t Σ_{i gone} α_{t,i}
+    Z_t the partition sum of the full cache
 
 On our two decoders of 2.8 M parameters, no selection by window scores with equal budgets for all
 heads changes the attention output less. So it tests whether a smaller change means better text, as
@@ -157,7 +158,7 @@ def reach(window: Window, key: Tensor) -> Tensor:
 
 
 def mean_weights(member: Tensor, scores: Tensor) -> Tensor:
-    """Return weights (B, H, E, n) of a group's mean, ∝ window scores (B, H, n); 0 if it is empty."""
+    """Return weights (B, H, E, n) of a group's mean, ∝ scores (B, H, n); 0 if it is empty."""
     weight = member * scores.unsqueeze(2)
     total = weight.sum(-1, keepdim=True)
     return weight / total.clamp(min=torch.finfo(scores.dtype).tiny)
