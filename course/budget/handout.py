@@ -205,14 +205,14 @@ for k, u, beta in cases:
 # %%
 from methods.baselines.h2o import H2O
 from methods.scissorhands import Scissorhands
-from lab.claims.persistence_measured import newest_share
+from lab.claims.scissorhands_measured import newest_share
 from nanollm import TINY, tokenizer
 from nanollm import checkpoint
-from lab import evaluate
+from lab.continuation import text_windows
 from lab.tasks import Tasks
 
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
-text = evaluate.text_windows(Tasks(encoding, "test"), windows=4, T=449)
+text = text_windows(Tasks(encoding, "test"), windows=4, T=449)
 m_1 = dict(at_a_time=1)
 for name, Method, options in (("Scissorhands, m = 64", Scissorhands, {}),
                               ("Scissorhands, m = 1", Scissorhands, m_1),

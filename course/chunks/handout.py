@@ -158,17 +158,17 @@ from methods.chunk_kv import ChunkKV, Chunks
 from methods.baselines.snap_kv import SnapKV
 from nanollm import TINY, tokenizer
 from nanollm import checkpoint
-from nanollm.cache import LayerCache
+from nanollm.cache import Method
+from lab.benchmark import Benchmark, standard_error
+from lab.retrieval import maker, retrieve
 from lab.tasks import Unmarked
-from lab.benchmark import Benchmark
-from lab.evaluate import maker, retrieve, standard_error
 
 model = checkpoint.from_hf(TINY)
 tasks = Unmarked(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
 batches = {name: tasks.batch("needle", 0, 64, 512, facts=1, numbers=numbers)
            for name, numbers in (("long", 4), ("short", 1))}  # a number has two tokens
-bench = Benchmark.read(model, batches, None)
-makes = {"full cache": maker(model, LayerCache, None),
+bench = Benchmark.read(model, batches)
+makes = {"full cache": maker(model, Method, None),
          "SnapKV": maker(model, SnapKV, 0.25, window_size=8)}
 for size in 4, 10, 20, 40:
     makes[f"chunks of {size}"] = maker(model, ChunkKV, 0.25, window_size=8, select=Chunks(size))

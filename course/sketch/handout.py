@@ -200,14 +200,14 @@ from methods.ours.kv_reviver_shrunk import MeanSketch, ShrunkSketch, SignedSketc
 from methods.theory.sketch_error import collision_variance, relative_error
 from nanollm import TINY, tokenizer
 from nanollm import checkpoint
-from lab import evaluate
 from nanollm.cache import make_cache
-from lab.tasks import Tasks
+from lab.continuation import text_windows
 from lab.replay import Recorder, record
+from lab.tasks import Tasks
 
 torch.set_grad_enabled(False)
 model, tasks = checkpoint.from_hf(TINY), Tasks(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
-recording = record(model, make_cache(model, Recorder), evaluate.text_windows(tasks, 1, 512))
+recording = record(model, make_cache(model, store=Recorder), text_windows(tasks, 1, 512))
 k, v = (torch.cat([getattr(x, name) for x in recording]) for name in "kv")  # (layers, H, 512, D)
 J = torch.arange(512).expand(*k.shape[:2], -1)
 
@@ -229,11 +229,12 @@ for N in (768, 384, 192, 96, 48, 24, 15):
 from methods.baselines.h2o import H2O
 from methods.kv_reviver import KVReviver
 from methods.ours.kv_reviver_shrunk import ShrunkReviver
-from lab.benchmark import Benchmark, replayed_or_read
-from lab.evaluate import continuation, maker, retrieve, standard_error
+from lab.benchmark import Benchmark, replayed_or_read, standard_error
+from lab.continuation import continuation
+from lab.retrieval import maker, retrieve
 
 prompts = tasks.batch("few_shot", 0, 48, 512)
-bench = Benchmark.read(model, dict(labels=prompts), evaluate.text_windows(tasks, 32, 512))
+bench = Benchmark.read(model, dict(labels=prompts), text_windows(tasks, 32, 512))
 forgets = None
 for name, Method, options in (("forgets", KVReviver, dict(vague=0)), ("h2o", H2O, {}),
                             ("paper", KVReviver, {}), ("shrunk", ShrunkReviver, {})):

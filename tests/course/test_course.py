@@ -162,6 +162,25 @@ def test_right_solutions_pass_and_wrong_ones_are_caught(name, monkeypatch):
     assert only_hidden
 
 
+@pytest.mark.parametrize(
+    "old, changed",
+    [
+        ("f( a,b )", "y = NEW ** (-1)"),
+        ("f(a,\n  b)", "y = NEW ** (-1)"),
+        ("f(a, b)**-1", "y = NEW"),
+        ("y =", "NEW f(a, b) ** (-1)"),
+        ("f(a)", None),
+    ],
+)
+def test_a_mistake_is_found_whatever_the_layout(old, changed):
+    text = "y = f(a, b) ** (-1)"
+    if changed is None:
+        with pytest.raises(ValueError, match="is not in"):
+            replaced(text, old, "NEW")
+    else:
+        assert replaced(text, old, "NEW") == changed
+
+
 def test_points_by_hand(monkeypatch, capsys, tmp_path):
     def tested(folder, problems, files, seconds):
         return [
