@@ -6,8 +6,8 @@ average. DefensiveKV takes the maximum over the window's queries and the group's
 entry stays if a single query wanted it. A low maximum proves little about later queries, so no
 entry counts less than the mean one. CriticalKV's two stages follow. Stage 1 takes the entries that
 gather 90 % of the mean attention; stage 2 multiplies by the norms of the projected values. The
-entries of a layer's heads are ranked together. `across=True` ranks those of all layers together;
-the paper calls this LayerDefensiveKV. (Ours, `worst_query`, leaves out stage 1.)
+entries of a layer's heads are ranked together; LayerDefensiveKV ranks those of all layers. (Ours,
+`worst_query`, leaves out stage 1.)
 
     r_i = max_{t in the window, g} α_{t,g,i},   c_i = max(r_i, mean_j r_j) · N_i / Σ_j N_j,
     N_i = mean_g ‖v_i W_O‖₁
