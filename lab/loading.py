@@ -1,6 +1,5 @@
 """Load what a command runs: the decoder, its tokenizer, and what methods learn of the decoder."""
 
-from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -30,18 +29,15 @@ def load(
     torch's name of the number format of weights, keys and values.
     """
     folder = Path(folder)
-    reader = reader_of(folder, engine)
+    is_smollm2 = folder == Path(gguf.SMOLLM2) and not folder.exists()
+    is_file = folder.suffix == ".gguf" or is_smollm2
+    reader = (FILE_READERS if is_file else FOLDER_READERS)[engine]
     return reader(folder, getattr(torch, dtype), device)
 
 
-def reader_of(folder: Path, engine: str) -> Callable:
-    """Return the function that reads a model: (folder, dtype, device) → decoder, tokenizer."""
-    is_smollm2 = folder == Path(gguf.SMOLLM2) and not folder.exists()
-    if folder.suffix == ".gguf" or is_smollm2:
-        return transformers_of_gguf if engine == "transformers" else gguf.read
-    if engine == "ours" or engine == "auto" and checkpoint.is_known(folder):
-        return ours
-    return transformers
+def auto(folder: Path, dtype: torch.dtype, device: str):
+    reader = ours if checkpoint.is_known(folder) else transformers
+    return reader(folder, dtype, device)
 
 
 def ours(folder: Path, dtype: torch.dtype, device: str):
@@ -57,11 +53,16 @@ def transformers(folder: Path, dtype: torch.dtype, device: str):
     return model, tokenizer_of(folder, model)
 
 
-def transformers_of_gguf(file: Path, dtype: torch.dtype, device: str):
+def file_in_transformers(file: Path, dtype: torch.dtype, device: str):
     from nanollm.bridge import Bridged
 
     model, encoding = gguf.read(file, dtype, device)
     return Bridged(checkpoint.as_hf(model)), encoding
+
+
+# by engine
+FOLDER_READERS = dict(auto=auto, ours=ours, transformers=transformers)
+FILE_READERS = dict(auto=gguf.read, ours=gguf.read, transformers=file_in_transformers)
 
 
 def tokenizer_of(folder: Path, model):
@@ -103,7 +104,8 @@ def calibrated(variant: Variant, model, encoding, folder: Path | None = None) ->
             raise ValueError(
                 f"{file} was calibrated on another decoder; name another folder"
             )
-    options = kind.calibrate(model, training_tasks(encoding))
+    learn = kind.calibrate
+    options = learn(model, training_tasks(encoding))
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(options, folder / name, {"decoder": decoder})

@@ -208,7 +208,7 @@ from methods.scissorhands import Scissorhands
 from lab.claims.scissorhands_measured import newest_share
 from nanollm import TINY, tokenizer
 from nanollm import checkpoint
-from lab.continuation import text_windows
+from lab.benchmark import text_windows
 from lab.tasks import Tasks
 
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")

@@ -201,7 +201,7 @@ from methods.theory.sketch_error import collision_variance, relative_error
 from nanollm import TINY, tokenizer
 from nanollm import checkpoint
 from nanollm.cache import make_cache
-from lab.continuation import text_windows
+from lab.benchmark import text_windows
 from lab.replay import Recorder, record
 from lab.tasks import Tasks
 

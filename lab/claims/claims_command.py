@@ -20,141 +20,152 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lab import command_line
-from lab.registry import loaded
+from lab.loading import loaded
 from lab.tasks import Tasks
 from nanollm import SHIPPED
 from nanollm.check import check_seed, whole
+from nanollm.gguf import SMOLLM2
 
-
-def is_ours(data: bytes) -> bool:
-    """Return whether a file's content is this command's findings."""
-    rows = command_line.read_json(data)
-    return (
-        isinstance(rows, list)
-        and rows != []
-        and all(
-            isinstance(row, dict)
-            and {"claim", "rule", "model", "verdict"} <= row.keys()
-            for row in rows
-        )
-    )
+STORED = Path(__file__).parents[1] / "stored" / "claims.json"
 
 
 def main(argv: list[str]):
+    """Judge each claim on each model, print its table, and write the findings."""
+    args = read_options(argv)
+    before = b""
+    if args.json:
+        before = command_line.check_output(args.json, "findings", is_ours)
+    text = command_line.read_text(args.text) if args.text else None
+
+    from lab.claims.claims_renderer import listed, show
+    from lab.claims.rules import CLAIMS, judge
+
+    names = [*dict.fromkeys(args.claims or CLAIMS)]
+    for name in names:
+        if name not in CLAIMS:
+            raise ValueError(
+                f"claim {name!r} cannot be tested on a model; choose from {', '.join(CLAIMS)}"
+            )
+    folders = dict(SHIPPED)
+    stored = {}
+    if os.path.realpath(args.model) not in map(os.path.realpath, SHIPPED.values()):
+        # /: it may be named "built"
+        own = f"{args.model}/" if args.model.is_dir() else args.model.name
+        folders[own] = args.model
+        if text is None:
+            stored = stored_rows(args, own)
+    known = {model for _, model in stored}
+    models = {*known, *folders}
+    columns = [x for x in dict.fromkeys((SMOLLM2, *folders)) if x in models]
+    # the threads that stay are those of --model, the last
+    subjects = {
+        label: subject(args, folder, text)
+        for label, folder in folders.items()
+        if label not in known
+    }
+    print(f"Seed {args.seed}. Numbers are means ± one standard error.\n")
+
+    claims = listed()
+    rows = []
+    for name in tqdm(names, unit="claim", leave=False, disable=None):
+        words = dict(claim=name, says=claims[name].says, rule=claims[name].rule)
+        size = dict(documents=args.documents, tokens=args.length, seed=args.seed)
+        found = []
+        for label in columns:
+            row = stored.get((name, label))
+            if row is None:
+                finding = judge(name, subjects[label])
+                row = words | dict(model=label) | size | finding._asdict()
+            found.append(row)
+        tqdm.write(show(found, rule=True) + "\n")
+        rows += found
+        if args.json:
+            data = json.dumps(rows, indent=1).encode()
+            before = command_line.replace(args.json, data, before)
+
+
+def read_options(argv: list[str]) -> argparse.Namespace:
+    """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm claims",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command_line.model_options(parser, without="only the two decoders that ship")
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--claims",
         nargs="+",
         metavar="ID",
         help="the claims to test; default: all that have a rule",
     )
-    add(
+    parser.add_argument(
         "--documents",
         type=int,
         default=32,
         help="documents of each task, and texts; default 32",
     )
-    add(
+    parser.add_argument(
         "--length",
         type=int,
         default=256,
         metavar="TOKENS",
         help="length of each document; default 256",
     )
-    add(
+    parser.add_argument(
         "--seed",
         type=int,
         default=0,
         help="seed of documents and random draws; default 0",
     )
-    add(
+    parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
         help="file of text to measure on; default: the text that ships",
     )
-    add("--json", type=Path, help="write the findings to this file, claim by claim")
+    parser.add_argument(
+        "--json", type=Path, help="write the findings to this file, claim by claim"
+    )
     args = parser.parse_args(argv)
     check_seed(args.seed)
     whole("documents", args.documents, 2)
     whole("length", args.length, 128)
-    before = (
-        command_line.check_output(args.json, "findings", is_ours) if args.json else b""
-    )
-    text = command_line.read_text(args.text) if args.text else None
+    return args
 
-    from lab.claims.claims_renderer import listed, show
-    from lab.claims.rules import CLAIMS, judge
+
+def is_ours(data: bytes) -> bool:
+    """Return whether a file's content is this command's findings."""
+    rows = command_line.read_json(data)
+    return isinstance(rows, list) and rows != [] and all(map(is_finding, rows))
+
+
+def is_finding(row) -> bool:
+    return (
+        isinstance(row, dict) and {"claim", "rule", "model", "verdict"} <= row.keys()
+    )
+
+
+def stored_rows(args: argparse.Namespace, own: str) -> dict[tuple[str, str], dict]:
+    """Return the stored findings of the same size and seed, but for one's own model's."""
+    asked = args.documents, args.length, args.seed
+    found = {}
+    for row in json.loads(STORED.read_text())["rows"]:
+        size = row["documents"], row["tokens"], row["seed"]
+        if size == asked and row["model"] != own:
+            found[row["claim"], row["model"]] = row
+    return found
+
+
+def subject(args: argparse.Namespace, folder: Path, text: str | None):
+    """Return a model on which claims are judged."""
     from lab.claims.subject import Subject
-    from nanollm.gguf import SMOLLM2
 
-    names, claims, rows, subjects = (
-        [*dict.fromkeys(args.claims or CLAIMS)],
-        listed(),
-        [],
-        {},
+    model, encoding = loaded(args, folder)
+    return Subject(
+        model,
+        Tasks(encoding, "test", text),
+        args.seed,
+        args.documents,
+        args.length,
+        processes=args.device == "cpu" and args.threads < 2,
     )
-    if unknown := [name for name in names if name not in CLAIMS]:
-        raise ValueError(
-            f"claim {unknown[0]!r} cannot be tested on a model; choose from {', '.join(CLAIMS)}"
-        )
-    folders, stored = dict(SHIPPED), {}
-    if os.path.realpath(args.model) not in map(os.path.realpath, SHIPPED.values()):
-        # /: it may be named "built"
-        own = f"{args.model}/" if args.model.is_dir() else args.model.name
-        folders[own] = args.model
-        # of the text that ships
-        file = Path(__file__).parents[1] / "stored/claims.json"
-        rows_of = [] if text else json.loads(file.read_text())["rows"]
-        asked = args.documents, args.length, args.seed
-        stored = {
-            (row["claim"], row["model"]): row
-            for row in rows_of
-            if (row["documents"], row["tokens"], row["seed"]) == asked
-            and row["model"] != own
-        }
-    known = {model for _, model in stored}
-    columns = [
-        x for x in dict.fromkeys((SMOLLM2, *folders)) if x in known or x in folders
-    ]
-    for label, folder in folders.items():
-        if label in known:
-            continue
-        # the threads that stay are those of FOLDER, the last
-        model, encoding = loaded(args, folder)
-        subjects[label] = Subject(
-            model,
-            Tasks(encoding, "test", text),
-            args.seed,
-            args.documents,
-            args.length,
-            processes=args.device == "cpu" and args.threads < 2,
-        )
-    print(f"Seed {args.seed}. Numbers are means ± one standard error.\n")
-
-    for name in tqdm(names, unit="claim", leave=False, disable=None):
-        words = dict(claim=name, says=claims[name].says, rule=claims[name].rule)
-        found = [
-            stored.get((name, label))
-            or words
-            | dict(
-                model=label,
-                documents=args.documents,
-                tokens=args.length,
-                seed=args.seed,
-            )
-            | judge(name, subjects[label])._asdict()
-            for label in columns
-        ]
-        tqdm.write(show(found, rule=True) + "\n")
-        rows += found
-        if args.json:
-            before = command_line.replace(
-                args.json, json.dumps(rows, indent=1).encode(), before
-            )

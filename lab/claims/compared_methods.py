@@ -1,4 +1,4 @@
-"""List the methods that CriticalKV's claims compare (arXiv 2502.03805); measure long answers (Table 7)."""
+"""The methods that CriticalKV's claims compare (arXiv 2502.03805), and long answers (Table 7)."""
 
 from itertools import pairwise
 
@@ -26,20 +26,19 @@ SELECTIONS = {
 
 METHODS = {}  # name → method, options
 for Rule in RULES:
-    METHODS[Rule.__name__] = Rule, WINDOW
-    METHODS[f"{Rule.__name__}, no pool"] = Rule, WINDOW | dict(kernel_size=1)
-    METHODS |= {
-        f"{Rule.__name__}+{name}": (Rule, WINDOW | dict(select=select))
-        for name, select in SELECTIONS.items()
-    }
-# those that only select entries by window scores, and all that App. I is tested on
+    name = Rule.__name__
+    METHODS[name] = Rule, WINDOW
+    METHODS[f"{name}, no pool"] = Rule, WINDOW | dict(kernel_size=1)
+    for addition, select in SELECTIONS.items():
+        METHODS[f"{name}+{addition}"] = Rule, WINDOW | dict(select=select)
+# those that only select entries by window scores
 WINDOW_METHODS = [name for name in METHODS if "residual" not in name]
+# all that App. I is tested on
 METHODS["StreamingLLM"] = StreamingLLM, {}
 COMPARED = [*METHODS]
-METHODS["SnapKV+critical, stage 2 pooled"] = (
-    SnapKV,
-    WINDOW | dict(select=PooledCritical()),
-)
+
+POOLED = WINDOW | dict(select=PooledCritical())
+METHODS["SnapKV+critical, stage 2 pooled"] = SnapKV, POOLED
 
 
 @torch.no_grad()
@@ -50,31 +49,32 @@ def long_answer(model, texts: Tensor, *selections, **options) -> Tensor:
     Whenever the cache holds half of the text, it is compressed to an eighth; in between it only
     appends.
     """
-    T, found = texts.shape[1], []
+    T = texts.shape[1]
     full = model(texts[:, :-1])[:, T // 16 :].log_softmax(-1)
+    turns = [0, T // 16, *range(T // 2, T - 1, T // 2 - T // 8), T - 1]
+    found = []
     for select in selections:
-        caches = make_cache(
-            model, SnapKV, **dict(budget=T // 8, select=select) | WINDOW | options
-        )
+        given = dict(budget=T // 8, select=select) | WINDOW | options
+        caches = make_cache(model, SnapKV, **given)
         logits = []
-        for start, end in pairwise(
-            [0, T // 16, *range(T // 2, T - 1, T // 2 - T // 8), T - 1]
-        ):
+        for start, end in pairwise(turns):
             begin_turn(caches)
             logits.append(model(texts[:, start:end], caches))
             compress(model, texts[:, :end], caches)
         log_p = torch.cat(logits[1:], 1).log_softmax(-1)
-        found.append(
-            F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1).mean(1)
-        )
+        kl = F.kl_div(log_p, full, log_target=True, reduction="none")
+        found.append(kl.sum(-1).mean(1))
     return torch.stack(found)
 
 
 def ranks(x: Tensor) -> Tensor:
     """Return the ranks of x (n,), from 1/2; equal numbers have their mean rank."""
-    return (x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2
+    below = (x[:, None] > x).sum(1)
+    equal = (x[:, None] == x).sum(1)
+    return below + equal / 2
 
 
 def rank_correlation(x: Tensor, y: Tensor) -> float:
     """Return Spearman's rank correlation of x and y (n,)."""
-    return torch.corrcoef(torch.stack((ranks(x), ranks(y))))[0, 1].item()
+    both = torch.stack((ranks(x), ranks(y)))
+    return torch.corrcoef(both)[0, 1].item()

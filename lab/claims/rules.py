@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from lab.claims.change_and_text import (
+from lab.benchmark import check_size, text_windows
+from lab.claims.compared_methods import (
     COMPARED,
     RULES,
     WINDOW,
@@ -23,7 +24,7 @@ from lab.claims.change_and_text import (
     long_answer,
     rank_correlation,
 )
-from lab.claims.persistence_measured import FourBits, attention_maps, observed
+from lab.claims.scissorhands_measured import FourBits, attention_maps, observed
 from lab.claims.subject import (
     NOT,
     PART,
@@ -39,7 +40,7 @@ from lab.claims.subject import (
     over_texts,
     within,
 )
-from lab.evaluate import check_size, held, text_windows
+from lab.kept import held
 from lab.replay import feed
 from methods.baselines.cam import CaM
 from methods.baselines.h2o import H2O
@@ -61,7 +62,7 @@ from methods.theory.perturbation import (
 )
 from methods.theory.sketch_error import fisher_shares, printed_bound, relative_error
 from nanollm.attention import probabilities
-from nanollm.cache import LayerCache, compress, make_cache
+from nanollm.cache import Method, compress, make_cache
 from nanollm.ranking import indices
 from nanollm.tokenizer import boundaries
 
@@ -73,30 +74,28 @@ LITTLE = 0.02  # a rise of −log p, in nats a token, that still counts as no co
 
 def P2(on: Subject) -> Finding:
     """Compare attention after evicting a random half with masked, renormalised attention."""
-    g, off = torch.Generator().manual_seed(on.seed), []
-    for layer, told, later in zip(
-        make_cache(on.model), on.text.recording, on.text.continuation
-    ):
+    generator = torch.Generator().manual_seed(on.seed)
+    differences = []
+    layers = zip(make_cache(on.model), on.text.recording, on.text.continuation)
+    for layer, prompt, later in layers:
         q, k, v, pos = next(later.split(1))
-        layer.write(*(x.to(q.device) for x in told[1:]))
-        kept = (torch.rand(layer.pos.shape, generator=g) < 0.5).to(q.device)
-        keys, values = (
-            torch.cat((layer.k, k), 2),
-            torch.cat((layer.v, v), 2).unsqueeze(2),
-        )
-        # all are visible
-        p = probabilities(q, keys, torch.zeros_like(keys[..., 0]), None, pos)
-        y = (
-            masked_attention(p, F.pad(kept, (0, 1), value=True)[:, :, None, None])
-            @ values
-        )
-        layer.keep(indices(kept))
-        y, evicted = y.flatten(1), layer.attend(q, k, v, pos).flatten(1)
-        off.append((y - evicted).abs().amax(1) / y.abs().amax(1))
-    largest = mean(torch.stack(off).amax(0))
-    return Finding(
-        below(largest, 100 * torch.finfo(y.dtype).eps), {"largest difference": largest}
-    )
+        layer.write(*(x.to(q.device) for x in prompt[1:]))
+        stays = torch.rand(layer.pos.shape, generator=generator) < 0.5
+        stays = stays.to(q.device)
+
+        # masked: all slots are there
+        keys = torch.cat((layer.k, k), 2)
+        values = torch.cat((layer.v, v), 2).unsqueeze(2)
+        p = probabilities(q, keys)
+        stays_too = F.pad(stays, (0, 1), value=True)[:, :, None, None]
+        y = (masked_attention(p, stays_too) @ values).flatten(1)
+
+        layer.keep(indices(stays))
+        evicted = layer.attend(q, k, v, pos).flatten(1)
+        differences.append((y - evicted).abs().amax(1) / y.abs().amax(1))
+    largest = mean(torch.stack(differences).amax(0))
+    limit = 100 * torch.finfo(y.dtype).eps
+    return Finding(below(largest, limit), {"largest difference": largest})
 
 
 def P3(on: Subject) -> Finding:
@@ -104,8 +103,10 @@ def P3(on: Subject) -> Finding:
 
     def largest(A: Tensor, norms: Tensor, values: Tensor) -> Tensor:
         # SmolLM2 has heads that give evicted entries 1e-9 of A
-        A, values = A.double(), values.double()
-        A, norms = A / A.sum(-1, keepdim=True), values.abs().sum(-1)
+        A = A.double()
+        values = values.double()
+        A = A / A.sum(-1, keepdim=True)
+        norms = values.abs().sum(-1)
         kept = torch.logical_or(*algorithm_1(A, norms, round(A.shape[-1] / 4)))
         return (perturbation(A, values, kept) / theta(A, norms, kept)).amax()
 
@@ -116,14 +117,12 @@ def P3(on: Subject) -> Finding:
 def P5(on: Subject) -> Finding:
     """Count the needles and pairs that each budget rule finds, plain and pooled in both stages."""
     plain = {Rule.__name__: on.facts(Rule.__name__) for Rule in RULES}
-    pooled = {
-        f"change of {name}, pooled": mean(on.facts(name, select=PooledCritical()) - x)
-        for name, x in plain.items()
-    }
-    return Finding(
-        both(*map(above, pooled.values())),
-        means(plain) | pooled | {"keep ratio": (on.tight, 0.0)},
-    )
+    changes = {}
+    for name, x in plain.items():
+        pooled = on.facts(name, select=PooledCritical())
+        changes[f"change of {name}, pooled"] = mean(pooled - x)
+    verdict = both(*map(above, changes.values()))
+    return Finding(verdict, means(plain) | changes | {"keep ratio": (on.tight, 0.0)})
 
 
 def P6(on: Subject) -> Finding:
@@ -139,115 +138,113 @@ def P6(on: Subject) -> Finding:
 
 def P7(on: Subject) -> Finding:
     """Measure the share of heads whose L is lower than with SnapKV."""
-    lower = lambda x, y: (x.mean(0) < y.mean(0)).double().mean()
+
+    def lower(x: Tensor, y: Tensor) -> Tensor:
+        return (x.mean(0) < y.mean(0)).double().mean()
+
     names = {
         "heads with a lower L": "SnapKV+critical",
         "heads, no norms and no pool": "SnapKV, no pool",
         "heads, pooled in both stages": "SnapKV+critical, stage 2 pooled",
     }
     plain = on.of_text("SnapKV")["l1_alone"]
-    found = {
-        what: over_texts(lower, on.of_text(name)["l1_alone"], plain)
-        for what, name in names.items()
-    }
+    found = {}
+    for what, name in names.items():
+        found[what] = over_texts(lower, on.of_text(name)["l1_alone"], plain)
     return Finding(above(found["heads with a lower L"], 0.5), found)
 
 
 def P8(on: Subject) -> Finding:
     """Count the needles and pairs that SnapKV finds with and without stage 1."""
-    plain, streaming = on.facts("SnapKV"), on.facts("StreamingLLM")
-    quarter, none = (
-        on.facts("SnapKV", select=PooledCritical(alpha)) for alpha in (0.25, 0.0)
+    plain = on.facts("SnapKV")
+    streaming = on.facts("StreamingLLM")
+    quarter = on.facts("SnapKV", select=PooledCritical(0.25))
+    none = on.facts("SnapKV", select=PooledCritical(0.0))
+    verdict = both(
+        above(mean(none - quarter), -0.1),
+        above(mean(quarter - plain)),
+        above(mean(quarter - streaming), 0.25),
     )
-    return Finding(
-        both(
-            above(mean(none - quarter), -0.1),
-            above(mean(quarter - plain)),
-            above(mean(quarter - streaming), 0.25),
-        ),
-        means(
-            {
-                "SnapKV": plain,
-                "α = 0.25": quarter,
-                "α = 0": none,
-                "StreamingLLM": streaming,
-            }
-        )
-        | {"keep ratio": (on.tight, 0.0)},
-    )
+    found = {
+        "SnapKV": plain,
+        "α = 0.25": quarter,
+        "α = 0": none,
+        "StreamingLLM": streaming,
+    }
+    return Finding(verdict, means(found) | {"keep ratio": (on.tight, 0.0)})
 
 
 def P10(on: Subject) -> Finding:
     """Correlate L and KL over methods."""
-    numbers, correlation = {}, lambda L, kl: rank_correlation(L.mean(0), kl.mean(0))
+
+    def correlation(L: Tensor, kl: Tensor) -> float:
+        return rank_correlation(L.mean(0), kl.mean(0))
+
+    numbers = {}
     compared = {
         "rank correlation, all methods": COMPARED,
         "rank correlation, window methods": WINDOW_METHODS,
     }
     for what, names in compared.items():
         rows = [on.of_text(name) for name in names]
-        L, kl = (
-            [row["l1_alone"].mean((1, 2)) for row in rows],
-            [row["kl"] for row in rows],
-        )
-        numbers[what] = over_texts(correlation, torch.stack(L, 1), torch.stack(kl, 1))
+        L = torch.stack([row["l1_alone"].mean((1, 2)) for row in rows], 1)
+        kl = torch.stack([row["kl"] for row in rows], 1)
+        numbers[what] = over_texts(correlation, L, kl)
     return Finding(both(*map(above, numbers.values())), numbers)
 
 
 def P11(on: Subject) -> Finding:
-    """Interpolate the budget at which each budget rule has the KL that the norms give at a quarter."""
+    """Interpolate the budget at which each rule has the KL that the norms give at a quarter."""
     kept = 0.5, 0.25, 0.125
 
     def saved(kl: Tensor) -> float:  # (texts, 1 + len(kept))
         norms, *plain = kl.mean(0).tolist()
-        return 1 - 0.25 / 2 ** np.interp(
-            norms, np.maximum.accumulate(plain), np.log2(kept)
-        )
+        rising = np.maximum.accumulate(plain)
+        return 1 - 0.25 / 2 ** np.interp(norms, rising, np.log2(kept))
 
     found = {}
-    for name in (Rule.__name__ for Rule in RULES):
-        kl = [
-            on.of_text(f"{name}+critical")["kl"],
-            *(on.of_text(name, x)["kl"] for x in kept),
-        ]
+    for Rule in RULES:
+        name = Rule.__name__
+        kl = [on.of_text(f"{name}+critical")["kl"]]
+        kl += [on.of_text(name, keep_ratio)["kl"] for keep_ratio in kept]
         found[f"budget saved, {name}"] = over_texts(saved, torch.stack(kl, 1))
     return Finding(both(*(above(x, 0.21) for x in found.values())), found)
 
 
 def P12(on: Subject) -> Finding:
     """Measure the KL of texts that are compressed again whenever the cache holds half of one."""
-    texts = text_windows(on.tasks, 2 * on.documents, on.T, on.model).to(
-        on.text.tokens.device
-    )
-    plain, norms = torch.cat(
-        on.spread(
-            lambda some: long_answer(on.model, some, SnapKV.select, Critical()).cpu(),
-            texts.split(PART),
-        ),
-        1,
-    )
+    texts = text_windows(on.tasks, 2 * on.documents, on.T, on.model)
+    parts = texts.to(on.text.tokens.device).split(PART)
+
+    def measured(some: Tensor) -> Tensor:
+        return long_answer(on.model, some, SnapKV.select, Critical()).cpu()
+
+    plain, norms = torch.cat(on.spread(measured, parts), 1)
     change = mean(norms - plain)
-    return Finding(
-        below(change),
-        {"KL of SnapKV": mean(plain), "change by the paper's rule": change},
-    )
+    numbers = {"KL of SnapKV": mean(plain), "change by the paper's rule": change}
+    return Finding(below(change), numbers)
 
 
 def P13(on: Subject) -> Finding:
     """Compare the paper's gain in the last layer alone and after compressed layers."""
-    critical, plain = (on.of_text(f"SnapKV{more}") for more in ("+critical", ""))
-    gain = lambda x, y: 1 - x[:, -1].mean() / y[:, -1].mean()
-    more = lambda x, y, alone, base: gain(x, y) - gain(alone, base)
-    alone, together = ((critical[key], plain[key]) for key in ("l1_alone", "l1"))
+    critical = on.of_text("SnapKV+critical")
+    plain = on.of_text("SnapKV")
+
+    def gain(x: Tensor, y: Tensor) -> Tensor:
+        return 1 - x[:, -1].mean() / y[:, -1].mean()
+
+    def more(x: Tensor, y: Tensor, alone: Tensor, plain_alone: Tensor) -> Tensor:
+        return gain(x, y) - gain(alone, plain_alone)
+
+    alone = critical["l1_alone"], plain["l1_alone"]
+    together = critical["l1"], plain["l1"]
     grown = over_texts(more, *together, *alone)
-    return Finding(
-        above(grown),
-        {
-            "last layer's advantage, alone": over_texts(gain, *alone),
-            "after compressed layers": over_texts(gain, *together),
-            "difference": grown,
-        },
-    )
+    numbers = {
+        "last layer's advantage, alone": over_texts(gain, *alone),
+        "after compressed layers": over_texts(gain, *together),
+        "difference": grown,
+    }
+    return Finding(above(grown), numbers)
 
 
 # ---- ChunkKV ---
@@ -263,44 +260,43 @@ def C1(on: Subject) -> Finding:
         "semantic chunks": (SemanticChunkKV, dict(ends=ends)),
     }
     for kept in (0.25, 0.5):
-        found = {
-            name: on.answered(Method, kept, "unmarked long needle", **WINDOW | options)
-            for name, (Method, options) in methods.items()
-        }
+        found = {}
+        for name, (kind, options) in methods.items():
+            given = WINDOW | options
+            found[name] = on.answered(kind, kept, "unmarked long needle", **given)
         if max(found["SnapKV"].mean(), found["ChunkKV"].mean()) >= 0.1:
             break
-    return Finding(
-        above(mean(found["ChunkKV"] - found["SnapKV"])),
-        means(found) | {"keep ratio": (kept, 0.0)},
-    )
+    verdict = above(mean(found["ChunkKV"] - found["SnapKV"]))
+    return Finding(verdict, means(found) | {"keep ratio": (kept, 0.0)})
 
 
 def C2(on: Subject) -> Finding:
     """Compare the choices of neighbouring layers, and the pairs found if two layers share one."""
-    tokens, alike = on.text.tokens, {}
-    for name, Method, options in (
-        ("tokens", SnapKV, dict(kernel_size=1)),
-        ("SnapKV", SnapKV, {}),
-        ("chunks", ChunkKV, {}),
-    ):
-        caches = make_cache(
-            on.model, Method, budget=round(0.1 * tokens.shape[1]), **WINDOW, **options
-        )
+    tokens = on.text.tokens
+    budget = round(0.1 * tokens.shape[1])
+    methods = {
+        "tokens": (SnapKV, dict(kernel_size=1)),
+        "SnapKV": (SnapKV, {}),
+        "chunks": (ChunkKV, {}),
+    }
+    alike = {}
+    for name, (kind, options) in methods.items():
+        caches = make_cache(on.model, kind, budget=budget, **WINDOW, **options)
         feed(on.model, tokens, caches)
         compress(on.model, tokens, caches)
         kept = held(caches, tokens.shape[1] - WINDOW["window_size"])
         # the Jaccard similarity is |A ∩ B| / |A ∪ B|
-        lower, upper = kept[:, :-1], kept[:, 1:]
+        lower = kept[:, :-1]
+        upper = kept[:, 1:]
         jaccard = (lower & upper).sum(-1) / (lower | upper).sum(-1)
         alike[f"similarity, {name}"] = jaccard.mean((1, 2)).cpu()
-    _, snap, chunks = alike.values()
-    alone, reuse = (
-        on.answered(ChunkKV, 0.25, "unmarked pairs", **WINDOW, reuse=n) for n in (1, 2)
-    )
-    return Finding(
-        both(above(mean(chunks - snap)), above(mean(reuse - alone), -0.1)),
-        means(alike | {"pairs, single layers": alone, "pairs, groups of two": reuse}),
-    )
+    more = mean(alike["similarity, chunks"] - alike["similarity, SnapKV"])
+
+    alone = on.answered(ChunkKV, 0.25, "unmarked pairs", **WINDOW, reuse=1)
+    reuse = on.answered(ChunkKV, 0.25, "unmarked pairs", **WINDOW, reuse=2)
+    pairs = {"pairs, single layers": alone, "pairs, groups of two": reuse}
+    verdict = both(above(more), above(mean(reuse - alone), -0.1))
+    return Finding(verdict, means(alike | pairs))
 
 
 # ---- KVReviver ---
@@ -308,99 +304,78 @@ def C2(on: Subject) -> Finding:
 
 def R4(on: Subject) -> Finding:
     """Measure the KL with 0.1, 0.2, 0.4 and none of the budget for Vague."""
-    paper, shrunk, none = (
-        on.kl(KVReviver),
-        on.kl(ShrunkReviver),
-        on.kl(KVReviver, vague=0.0),
-    )
-    more, most = (
-        on.kl(KVReviver, vague=x, recent=(1 - x) / 2) - paper for x in (0.2, 0.4)
-    )
-    return Finding(
-        both(above(mean(more)), above(mean(most))),
-        means(
-            {
-                "KL at 0.1": paper,
-                "change at 0.2": more,
-                "change at 0.4": most,
-                "change without a sketch": none - paper,
-                "change from shrunk to no sketch": none - shrunk,
-            }
-        ),
-    )
+    paper = on.kl(KVReviver)
+    shrunk = on.kl(ShrunkReviver)
+    none = on.kl(KVReviver, vague=0.0)
+    more = on.kl(KVReviver, vague=0.2, recent=0.4) - paper
+    most = on.kl(KVReviver, vague=0.4, recent=0.3) - paper
+    found = {
+        "KL at 0.1": paper,
+        "change at 0.2": more,
+        "change at 0.4": most,
+        "change without a sketch": none - paper,
+        "change from shrunk to no sketch": none - shrunk,
+    }
+    return Finding(both(above(mean(more)), above(mean(most))), means(found))
 
 
 def R5(on: Subject) -> Finding:
-    """Measure how layer budgets change the KL: the paper's, and ours with half shared out evenly."""
+    """Measure how layer budgets change the KL: the paper's, and ours, half of them even."""
     # between the texts that are measured
     text = text_windows(on.tasks, 2 * on.documents - 1, on.T, on.model)[1:16:2]
-    alone, mixed = (
-        fisher_shares(on.model, text.to(on.text.tokens.device), even)
-        for even in (0.0, 0.5)
-    )
-    fixed = mean(on.kl(ShrunkReviver, mixed) - on.kl(ShrunkReviver))
+    text = text.to(on.text.tokens.device)
+    alone = fisher_shares(on.model, text)
+    mixed = fisher_shares(on.model, text, even=0.5)
+    fixed = on.kl(ShrunkReviver, shares=mixed) - on.kl(ShrunkReviver)
     numbers = {
         "largest two shares": (sum(sorted(alone)[-2:]), 0.0),
-        "change of KL, our fix": fixed,
+        "change of KL, our fix": mean(fixed),
     }
     try:
-        change = mean(on.kl(KVReviver, alone) - on.kl(KVReviver))
+        change = mean(on.kl(KVReviver, shares=alone) - on.kl(KVReviver))
     except ValueError as error:
         return Finding(NOT, numbers, str(error))
     return Finding(below(change), numbers | {"change of KL": change})
 
 
 def R6(on: Subject) -> Finding:
-    """Measure the squared errors of keys and values revived from a sketch with a/N = 5, tokens over
-    slots."""
-    tokens, (B, a), errors = on.text.tokens, on.text.prompt.shape, []
+    """Measure the squared errors of keys and values revived from a sketch of five tokens a slot."""
+    tokens = on.text.tokens
+    B, a = on.text.prompt.shape
+    errors = []
     for _, k, v, _ in on.text.recording:
-        sketch, J = (
-            Sketch(k, 3, a // 15, on.seed),
-            torch.arange(a).expand(*k.shape[:2], -1),
-        )
+        sketch = Sketch(k, 3, a // 15, on.seed)
+        J = torch.arange(a).expand(*k.shape[:2], -1)
         sketch.insert(J, k, v)
-        pairs = zip(sketch.query(J), (k, v))
-        errors.append(
-            [
-                [relative_error(found[i : i + 1], true[i : i + 1]) for i in range(B)]
-                for found, true in pairs
-            ]
-        )
-    keys, values = map(mean, torch.tensor(errors).mean(0))
+        for x, true in zip(sketch.query(J), (k, v)):
+            texts = zip(x.split(1), true.split(1))
+            errors.append([relative_error(*text) for text in texts])
+    keys, values = map(mean, torch.tensor(errors).unflatten(0, (-1, 2)).mean(0))
     bound, _ = printed_bound(a, 3 * (a // 15))
+
     # what the second half of each text gives to its first token, (texts, L, heads)
-    first = torch.stack(
-        on.spread(
-            lambda text: attention_maps(on.model, text)[
-                :, 0, :, tokens.shape[1] // 2 :, 0
-            ].mean(-1),
-            tokens.split(1),
-        )
-    )
-    return Finding(
-        both(below(keys, bound), below(values, bound)),
-        {
-            "error of keys, in variances": keys,
-            "error of values": values,
-            "the bound": (bound, 0.0),
-            "most weight on a first token": (first.mean(0).max().item(), 0.0),
-        },
-    )
+    def given_to_first(text: Tensor) -> Tensor:
+        maps = attention_maps(on.model, text)[:, 0]
+        return maps[:, :, tokens.shape[1] // 2 :, 0].mean(-1)
+
+    first = torch.stack(on.spread(given_to_first, tokens.split(1)))
+    numbers = {
+        "error of keys, in variances": keys,
+        "error of values": values,
+        "the bound": (bound, 0.0),
+        "most weight on a first token": (first.mean(0).max().item(), 0.0),
+    }
+    return Finding(both(below(keys, bound), below(values, bound)), numbers)
 
 
 def R9(on: Subject) -> Finding:
     """Measure the later attention to tokens outside H2O's 40 % and outside a random 40 %."""
-    tokens, c, generator = (
-        on.text.tokens,
-        on.model.config,
-        torch.Generator().manual_seed(on.seed),
-    )
+    tokens = on.text.tokens
+    c = on.model.config
     cut = tokens.shape[1] * 7 // 8
-    chances = [
-        torch.rand((c.n_layers, 1, c.n_kv_heads, cut), generator=generator)
-        for _ in tokens
-    ]
+    shape = (c.n_layers, 1, c.n_kv_heads, cut)
+    generator = torch.Generator().manual_seed(on.seed)
+    chances = [torch.rand(shape, generator=generator) for _ in tokens]
 
     def shares(text_and_chance: tuple[Tensor, Tensor]) -> list[float]:
         text, chance = text_and_chance
@@ -408,88 +383,75 @@ def R9(on: Subject) -> Finding:
         # by a later query of the group
         activated = (p[..., cut:, :] > 0.005).flatten(3, 4).any(3)
         score = p[..., :cut, :].sum((3, 4))
-        outside = (
-            x <= x.quantile(0.6, -1, keepdim=True) for x in (score, chance.to(score))
-        )
-        return [activated[x].float().mean().item() for x in outside]
+        found = []
+        for x in score, chance.to(score):
+            outside = x <= x.quantile(0.6, -1, keepdim=True)
+            found.append(activated[outside].float().mean().item())
+        return found
 
-    often, often_chance = torch.tensor(
-        on.spread(shares, zip(tokens.split(1), chances))
-    ).T
-    aware, agnostic = (
-        on.answered(SnapKV, 0.25, "needle", **WINDOW),
-        on.agnostic(SnapKV, **WINDOW),
-    )
-    return Finding(
-        both(above(mean(often), 0.1), above(mean(aware - agnostic))),
-        means(
-            {
-                "over 0.5 %, outside H2O's 40 %": often,
-                "over 0.5 %, outside a random 40 %": often_chance,
-                "needles, aware": aware,
-                "needles, agnostic": agnostic,
-            }
-        ),
-    )
+    texts = zip(tokens.split(1), chances)
+    often, often_chance = torch.tensor(on.spread(shares, texts)).T
+    aware = on.answered(SnapKV, 0.25, "needle", **WINDOW)
+    agnostic = on.agnostic(SnapKV, **WINDOW)
+    found = {
+        "over 0.5 %, outside H2O's 40 %": often,
+        "over 0.5 %, outside a random 40 %": often_chance,
+        "needles, aware": aware,
+        "needles, agnostic": agnostic,
+    }
+    verdict = both(above(mean(often), 0.1), above(mean(aware - agnostic)))
+    return Finding(verdict, means(found))
 
 
 def R10(on: Subject) -> Finding:
     """Count the needles that each method finds, query-agnostic."""
-    found = {
-        Method.__name__: on.agnostic(Method)
-        for Method in (KVReviver, H2O, StreamingLLM, CaM)
-    }
-    paper, *others = found.values()
-    found |= {
-        "the shrunk sketch": on.agnostic(ShrunkReviver),
-        "full cache": on.agnostic(LayerCache, None),
-        "2 bits a number": on.agnostic(Quantized, None, bits=2, residual_length=16),
-    }
-    near = above(mean(paper - found["full cache"]), -0.1)
-    return Finding(
-        both(near, *(above(mean(paper - other)) for other in others)), means(found)
-    )
+    paper = on.agnostic(KVReviver)
+    full = on.agnostic(Method, None)
+    others = {kind.__name__: on.agnostic(kind) for kind in (H2O, StreamingLLM, CaM)}
+    found = {"KVReviver": paper} | others
+    found["the shrunk sketch"] = on.agnostic(ShrunkReviver)
+    found["full cache"] = full
+    bits = on.agnostic(Quantized, None, bits=2, residual_length=16)
+    found["2 bits a number"] = bits
+    better = [above(mean(paper - other)) for other in others.values()]
+    verdict = both(above(mean(paper - full), -0.1), *better)
+    return Finding(verdict, means(found))
 
 
 def R11(on: Subject) -> Finding:
-    """Measure −log p of the texts' last eighth at a tenth of the bytes, with and without a sketch."""
-    paper, none = (on.rise(KVReviver, 0.1, slack=0, vague=x) for x in (0.1, 0.0))
+    """Measure −log p of the texts' last eighth at a tenth of the bytes, with and without sketch."""
+    paper = on.rise(KVReviver, 0.1, slack=0, vague=0.1)
+    none = on.rise(KVReviver, 0.1, slack=0, vague=0.0)
+    verdict = of_large(on.model, below(mean(paper), LITTLE))
     return Finding(
-        of_large(on.model, below(mean(paper), LITTLE)),
-        means({"by the paper's sketch": paper, "by no sketch": none}),
+        verdict, means({"by the paper's sketch": paper, "by no sketch": none})
     )
 
 
 def R12(on: Subject) -> Finding:
     """Count the needles, pairs and labels that each method answers, query-aware."""
-    paper, full, h2o = (
-        on.answered(Method, keep_ratio, "needle", "pairs", "few_shot")
-        for Method, keep_ratio in ((KVReviver, 0.25), (LayerCache, None), (H2O, 0.25))
-    )
+    tasks = "needle", "pairs", "few_shot"
+    paper = on.answered(KVReviver, 0.25, *tasks)
+    full = on.answered(Method, None, *tasks)
+    h2o = on.answered(H2O, 0.25, *tasks)
     loss = of_large(on.model, above(mean(paper - full), -0.1))
-    return Finding(
-        both(loss, above(mean(paper - h2o))),
-        means({"KVReviver": paper, "full cache": full, "H2O": h2o}),
-    )
+    found = {"KVReviver": paper, "full cache": full, "H2O": h2o}
+    return Finding(both(loss, above(mean(paper - h2o))), means(found))
 
 
 def R13(on: Subject) -> Finding:
     """Count the needles that KVReviver and the full cache find, query-aware."""
-    paper, full = (
-        on.answered(Method, keep_ratio, "needle")
-        for Method, keep_ratio in ((KVReviver, 0.25), (LayerCache, None))
-    )
-    return Finding(
-        above(mean(paper - full), -0.1), means({"KVReviver": paper, "full cache": full})
-    )
+    paper = on.answered(KVReviver, 0.25, "needle")
+    full = on.answered(Method, None, "needle")
+    verdict = above(mean(paper - full), -0.1)
+    return Finding(verdict, means({"KVReviver": paper, "full cache": full}))
 
 
 def R14(on: Subject) -> Finding:
     """Measure the change of the KL by ReplaceRates of 1.0 and 1.5."""
     paper = on.kl(KVReviver)
-    often, seldom = (
-        mean(on.kl(KVReviver, replace_rate=rate) - paper) for rate in (1.0, 1.5)
-    )
+    often = mean(on.kl(KVReviver, replace_rate=1.0) - paper)
+    seldom = mean(on.kl(KVReviver, replace_rate=1.5) - paper)
     limit = 0.1 * paper.mean().item()
     return Finding(
         both(within(often, limit), within(seldom, limit)),
@@ -500,7 +462,8 @@ def R14(on: Subject) -> Finding:
 def R15(on: Subject) -> Finding:
     """Measure the change of the KL by 0.2 and 0.6 of the budget for Recent."""
     paper = on.kl(KVReviver)
-    few, many = (mean(on.kl(KVReviver, recent=share) - paper) for share in (0.2, 0.6))
+    few = mean(on.kl(KVReviver, recent=0.2) - paper)
+    many = mean(on.kl(KVReviver, recent=0.6) - paper)
     limit = 0.1 * paper.mean().item()
     return Finding(
         both(above(few, -limit), above(many, -limit)),
@@ -513,50 +476,39 @@ def R15(on: Subject) -> Finding:
 
 def S7(on: Subject) -> Finding:
     """Measure the persistence of importance, the cosine of x and F(x), and the power law."""
-    found = torch.cat(
-        on.spread(lambda text: observed(on.model, text), on.text.tokens.split(1)), 1
-    )
+    texts = on.text.tokens.split(1)
+    found = torch.cat(on.spread(lambda text: observed(on.model, text), texts), 1)
     low = found.mean(1).argmin(1)  # a layer for each
-    ratio, cosine, k = (mean(x[:, layer]) for x, layer in zip(found[:3], low))
-    verdict = both(above(ratio, 0.95), above(cosine, 0.9), above(k, 2.0))
-    return Finding(
-        of_large(on.model, verdict),
-        {
-            "persistence, lowest layer": ratio,
-            "its share by chance": mean(found[3][:, low[0]]),
-            "cosine, lowest layer": cosine,
-            "exponent, lowest layer": k,
-        },
-    )
+    ratio, cosine, exponent = (mean(x[:, layer]) for x, layer in zip(found[:3], low))
+    verdict = both(above(ratio, 0.95), above(cosine, 0.9), above(exponent, 2.0))
+    numbers = {
+        "persistence, lowest layer": ratio,
+        "its share by chance": mean(found[3][:, low[0]]),
+        "cosine, lowest layer": cosine,
+        "exponent, lowest layer": exponent,
+    }
+    return Finding(of_large(on.model, verdict), numbers)
 
 
 def S8(on: Subject) -> Finding:
     """Measure −log p of the texts' last eighth, and labels, with a fifth of the entries."""
-    rise, full = (
-        on.rise(Scissorhands, 0.2),
-        on.row("few_shot", LayerCache, None, "agnostic"),
-    )
-    return Finding(
-        of_large(on.model, below(mean(rise), LITTLE)),
-        means(
-            {
-                "rise of −log p": rise,
-                "labels": on.row("few_shot", Scissorhands, 0.2, "agnostic"),
-                "labels, full cache": full,
-            }
-        ),
-    )
+    rise = on.rise(Scissorhands, 0.2)
+    found = {
+        "rise of −log p": rise,
+        "labels": on.right("few_shot", Scissorhands, 0.2, "agnostic"),
+        "labels, full cache": on.right("few_shot", Method, None, "agnostic"),
+    }
+    return Finding(of_large(on.model, below(mean(rise), LITTLE)), means(found))
 
 
 def S9(on: Subject) -> Finding:
-    """Measure how much more −log p rises if the kept fifth is rounded to 4 bits, on twice the texts."""
+    """Measure how much more −log p rises if the kept fifth is rounded, on twice the texts."""
     # another machine's rounding flips steps of the 4 bits
     on = replace(on, documents=2 * on.documents)
-    fifth, bits = on.rise(Scissorhands, 0.2), on.rise(FourBits, 0.2)
-    more = mean(bits - fifth)
-    return Finding(
-        below(more, LITTLE), {"rise by 4 bits": more, "rise by eviction": mean(fifth)}
-    )
+    fifth = on.rise(Scissorhands, 0.2)
+    more = mean(on.rise(FourBits, 0.2) - fifth)
+    numbers = {"rise by 4 bits": more, "rise by eviction": mean(fifth)}
+    return Finding(below(more, LITTLE), numbers)
 
 
 CLAIMS = {

@@ -1,30 +1,22 @@
-"""A model on which claims are judged: measurements that several rules share, and verdicts from numbers."""
+"""A model on which claims are judged: shared measurements, and verdicts from numbers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lab.benchmark import Benchmark, cut, replayed_or_read
-from lab.claims.change_and_text import METHODS
-from lab.evaluate import (
-    Reference,
-    continuation,
-    maker,
-    mean_and_error as mean,
-    reference,
-    retrieve,
-    text_windows,
-)
+from lab.benchmark import Benchmark, cut, mean_and_error as mean, text_windows
+from lab.claims.compared_methods import METHODS
+from lab.continuation import Reference, reference
 from lab.processes import spread
+from lab.retrieval import maker
 from lab.table import judges
 from lab.tasks import Tasks, Unmarked
 from methods.theory.perturbation import seen_by_window
-from methods.theory.sketch_error import share_out
-from nanollm.cache import LayerCache
+from nanollm.cache import Method
 
 ASKED = {
     "needle": (Tasks, "needle", {}),
@@ -34,13 +26,15 @@ ASKED = {
     "unmarked long needle": (Unmarked, "needle", dict(facts=1, numbers=4)),
 }
 PART = 16  # documents or texts that a process measures at once
-HOLDS, NOT, OPEN, UNFIT = (
-    "holds",
-    "does not hold",
-    "undecided",
-    "this model cannot judge it",
-)
-UNTESTED, LARGE = "not testable here", 10**9  # parameters
+LARGE = 10**9  # parameters
+
+# verdicts
+HOLDS = "holds"
+NOT = "does not hold"
+OPEN = "undecided"
+UNFIT = "this model cannot judge it"
+UNTESTED = "not testable here"
+
 Number = tuple[float, float]  # a mean and its standard error
 
 
@@ -60,18 +54,20 @@ def means(x: dict[str, Tensor]) -> dict[str, Number]:
 
 def over_texts(of: Callable, *x: Tensor, draws: int = 200) -> Number:
     """Return of(*x) and its standard error by bootstrap over texts; x are (texts, …)."""
-    again = torch.randint(
-        len(x[0]), (draws, len(x[0])), generator=torch.Generator().manual_seed(0)
-    )
-    return float(of(*x)), torch.tensor(
-        [float(of(*(y[i] for y in x))) for i in again]
-    ).std().item()
+    n = len(x[0])
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(n, (draws, n), generator=generator)
+    again = [float(of(*(y[texts] for y in x))) for texts in drawn]
+    return float(of(*x)), torch.tensor(again).std().item()
 
 
 def above(x: Number, limit: float = 0.0) -> str:
     """Return "holds" if x lies above the limit, "undecided" within two standard errors of it."""
-    off, error = x[0] - limit, 2 * x[1]
-    return HOLDS if off > error else NOT if off < -error else OPEN
+    distance = x[0] - limit
+    error = 2 * x[1]
+    if distance > error:
+        return HOLDS
+    return NOT if distance < -error else OPEN
 
 
 def below(x: Number, limit: float = 0.0) -> str:
@@ -86,9 +82,10 @@ def within(x: Number, limit: float) -> str:
 
 def both(*verdicts: str) -> str:
     """Return the verdict of conditions that must all hold; untestable ones are left out."""
-    return next(
-        (verdict for verdict in (NOT, OPEN, HOLDS) if verdict in verdicts), UNTESTED
-    )
+    for verdict in NOT, OPEN, HOLDS:
+        if verdict in verdicts:
+            return verdict
+    return UNTESTED
 
 
 def of_large(model, verdict: str) -> str:
@@ -96,7 +93,7 @@ def of_large(model, verdict: str) -> str:
     return verdict if sum(x.numel() for x in model.parameters()) >= LARGE else UNTESTED
 
 
-# ---- a model, and measurements that several claims share ---
+# ---- a model, and measurements that several claims share ----
 
 
 @dataclass(eq=False)
@@ -113,169 +110,154 @@ class Subject:
     T: int = 256
     processes: bool = False
 
-    def __post_init__(self):  # each is measured once
-        for name in ("bench", "row", "of_text", "kl"):
-            setattr(self, name, cache(getattr(self, name)))
+    def __post_init__(self):
+        # measured once for the same arguments
+        self.recorded = cache(self.recorded)
+        self.right = cache(self.right)
+        self.of_text = cache(self.of_text)
+        self.kl = cache(self.kl)
 
     def spread(self, function: Callable, items: Iterable) -> list:
         """Return function(item) for each item."""
         return [*spread(function, items, self.processes)]
 
+    # ---- questions ----
+
+    def recorded(self, task: str) -> list[Benchmark]:
+        """Return the documents of a task of ASKED, at most PART at once, whose answers align."""
+        kind, name, options = ASKED[task]
+        tasks = self.tasks
+        if kind is not Tasks:
+            tasks = kind(tasks.encoding, tasks.split, tasks.own)
+        parts = []
+        for batch in tasks.batches(name, self.seed, self.documents, self.T, **options):
+            parts += [
+                Benchmark.read(self.model, {task: part}) for part in cut(batch, PART)
+            ]
+        return parts
+
+    def right(
+        self,
+        task: str,
+        kind: type[Method],
+        keep_ratio: float | None,
+        setting: str = "aware",
+        **options,
+    ) -> Tensor:
+        """Return each document's share of right answers, (documents,)."""
+        make = maker(self.model, kind, keep_ratio, **options)
+
+        def measured(part: Benchmark) -> Tensor:
+            answers = part.answers(self.model, task, make, (setting,))
+            return answers[setting].cpu()
+
+        return torch.cat(self.spread(measured, self.recorded(task)))
+
+    def answered(
+        self,
+        kind: type[Method],
+        keep_ratio: float | None,
+        *tasks: str,
+        setting: str = "aware",
+        **options,
+    ) -> Tensor:
+        """Return the mean over the tasks that the full cache solves, (documents,).
+
+        ValueError if it solves none.
+        """
+        full = {}
+        for task in tasks:
+            full[f"{task}_aware"] = self.right(task, Method, None).mean().item()
+        solved = [task for task in tasks if judges(full, task)]
+        if not solved:
+            shares = [f"{full[f'{task}_aware']:.2f} of {task}" for task in tasks]
+            raise ValueError(f"the full cache answers {', '.join(shares)}")
+        right = [
+            self.right(task, kind, keep_ratio, setting, **options) for task in solved
+        ]
+        return torch.stack(right).mean(0)
+
+    def facts(self, name: str, keep_ratio: float | None = None, **more) -> Tensor:
+        """Return the needles and pairs that a method of METHODS finds, query-aware.
+
+        keep_ratio None: at `tight`.
+        """
+        kind, options = METHODS[name]
+        keep_ratio = keep_ratio or self.tight
+        return self.answered(kind, keep_ratio, "needle", "pairs", **options | more)
+
+    @cached_property
+    def tight(self) -> float:
+        """Return the least keep ratio at which SnapKV finds half of what the full cache does.
+
+        It is 1/16, 1/8, 1/4 or, if none of these suffices, 1/2.
+        """
+        full = self.answered(Method, None, "needle", "pairs")
+        for keep_ratio in 1 / 16, 1 / 8, 1 / 4:
+            if self.facts("SnapKV", keep_ratio).mean() >= full.mean() / 2:
+                return keep_ratio
+        return 1 / 2
+
+    def agnostic(
+        self, kind: type[Method], keep_ratio: float | None = 0.25, **options
+    ) -> Tensor:
+        """Return the needles found if the question comes after the compression."""
+        return self.answered(kind, keep_ratio, "needle", setting="agnostic", **options)
+
+    # ---- texts ----
+
     @cached_property
     def text(self) -> Reference:
         """Texts of T tokens; the last eighth, at most 64 tokens, is the continuation."""
         tokens = text_windows(self.tasks, self.documents, self.T, self.model)
-        return reference(
-            self.model, tokens.to(self.model.embed.weight.device), min(64, self.T // 8)
-        )
+        tokens = tokens.to(self.model.embed.weight.device)
+        return reference(self.model, tokens, min(64, self.T // 8))
 
-    def bench(self, task: str) -> list[Benchmark]:
-        """Return the documents of a task of ASKED, at most PART at once, whose answers align."""
-        Kind, name, options = ASKED[task]
-        tasks = (
-            self.tasks
-            if Kind is Tasks
-            else Kind(self.tasks.encoding, self.tasks.split, self.tasks.own)
+    def continued(
+        self, kind: type[Method], keep_ratio: float, alone: bool = False, **options
+    ) -> dict[str, Tensor]:
+        """Return kl, nll, l1 and, if `alone`, l1_alone of each text (`continuation`)."""
+        make = maker(self.model, kind, keep_ratio, **options)
+        parts = [Benchmark({}, {}, part) for part in self.text.split(PART)]
+        measured = self.spread(
+            lambda part: part.continued(self.model, make, alone), parts
         )
-        batches = tasks.batches(name, self.seed, self.documents, self.T, **options)
-        return [
-            Benchmark.read(self.model, {task: part}, None)
-            for batch in batches
-            for part in cut(batch, PART)
-        ]
-
-    def row(
-        self, task: str, Method, keep_ratio: float | None, setting="aware", **options
-    ) -> Tensor:
-        """Return each document's share of right answers, (documents,)."""
-        make = maker(self.model, Method, keep_ratio, **options)
-        measure = partial(retrieve, settings=(setting,))
-        return torch.cat(
-            self.spread(
-                lambda bench: replayed_or_read(
-                    measure,
-                    self.model,
-                    bench.batches[task],
-                    make,
-                    bench.recordings[task],
-                )[setting].cpu(),
-                self.bench(task),
-            )
-        )
-
-    def answered(
-        self, Method, keep_ratio: float | None, *tasks: str, setting="aware", **options
-    ) -> Tensor:
-        """Return the mean over the tasks that the full cache solves, (documents,); ValueError if none."""
-        full = {
-            f"{task}_aware": self.row(task, LayerCache, None).mean().item()
-            for task in tasks
+        names = ["kl", "nll", "l1"] + ["l1_alone"] * alone
+        return {
+            name: torch.cat([part[name] for part in measured]).cpu() for name in names
         }
-        fit = [task for task in tasks if judges(full, task)]
-        if not fit:
-            raise ValueError(
-                "the full cache answers "
-                + ", ".join(f"{full[f'{task}_aware']:.2f} of {task}" for task in tasks)
-            )
-        return torch.stack(
-            [self.row(task, Method, keep_ratio, setting, **options) for task in fit]
-        ).mean(0)
-
-    def facts(self, name: str, keep_ratio: float | None = None, **more) -> Tensor:
-        """Return the needles and pairs that a method of METHODS finds, query-aware; None: at `tight`."""
-        Method, options = METHODS[name]
-        return self.answered(
-            Method, keep_ratio or self.tight, "needle", "pairs", **options | more
-        )
-
-    @cached_property
-    def tight(self) -> float:
-        """Return the least keep ratio, from 1/16 to 1/2, at which SnapKV finds half of the full cache's."""
-        half = self.answered(LayerCache, None, "needle", "pairs").mean() / 2
-        return next(
-            (
-                x
-                for x in (1 / 16, 1 / 8, 1 / 4)
-                if self.facts("SnapKV", x).mean() >= half
-            ),
-            1 / 2,
-        )
-
-    def agnostic(self, Method, keep_ratio: float | None = 0.25, **options) -> Tensor:
-        """Return the needles found if the question comes after the compression."""
-        return self.answered(
-            Method, keep_ratio, "needle", setting="agnostic", **options
-        )
 
     def of_text(self, name: str, keep_ratio: float = 0.25) -> dict[str, Tensor]:
         """Return `continued` for a method of METHODS, with the changes ‖o − ô‖₁ (texts, L, H·G).
 
         l1_alone: with only one layer compressed. l1: with the layers below compressed too.
         """
-        Method, options = METHODS[name]
-        return self.continued(Method, keep_ratio, alone=True, **options)
+        kind, options = METHODS[name]
+        return self.continued(kind, keep_ratio, alone=True, **options)
 
-    def kl(self, Method, shares: tuple | None = None, **options) -> Tensor:
+    def kl(self, kind: type[Method], **options) -> Tensor:
         """Return each text's KL, (texts,), at a quarter of the bytes and without slack."""
-        return self.continued(Method, 0.25, shares, **dict(slack=0) | options)["kl"]
+        return self.continued(kind, 0.25, **dict(slack=0) | options)["kl"]
 
-    def rise(self, Method, keep_ratio: float, **options) -> Tensor:
+    def rise(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
         """Return by how much −log p of the true tokens rises, in nats a token, (texts,)."""
-        true = (
-            self.text.log_p.gather(-1, self.text.tokens[:, -self.text.new :, None])[
-                ..., 0
-            ]
-            .mean(-1)
-            .cpu()
-        )
-        return self.continued(Method, keep_ratio, **options)["nll"] + true
+        true = self.text.tokens[:, -self.text.new :, None]
+        log_p = self.text.log_p.gather(-1, true)[..., 0].mean(-1).cpu()
+        return self.continued(kind, keep_ratio, **options)["nll"] + log_p
 
-    def continued(
-        self,
-        Method,
-        keep_ratio: float,
-        shares: tuple | None = None,
-        alone: bool = False,
-        **options,
-    ) -> dict[str, Tensor]:
-        """Return `continuation` of each text; `shares` divide the budget by layer."""
-        make, measure = (
-            maker(self.model, Method, keep_ratio, **options),
-            partial(continuation, alone=alone),
-        )
-        shared = lambda n, *prompt: (
-            make(n) if shares is None else share_out(make(n), shares)
-        )
-        parts = self.spread(
-            lambda text: replayed_or_read(
-                measure, self.model, text, shared, text.recording
-            ),
-            self.text.split(PART),
-        )
-        return {
-            key: torch.cat([part[key] for part in parts]).cpu()
-            for key in ("kl", "nll", "l1", "l1_alone")
-            if key in parts[0]
-        }
+    # ---- heads ----
 
     def heads(self, measure: Callable) -> Tensor:
         """Return measure(*`seen_by_window`), a number for each needle prompt, (documents,)."""
-        batches = [
-            batch for bench in self.bench("needle") for batch in bench.batches.values()
-        ]
-        prompts = [
-            prompt
-            for batch in batches
-            for prompt in torch.from_numpy(
-                batch.tokens[:, : batch.answers[0].start]
-            ).split(1)
-        ]
-        where = self.model.embed.weight.device
+        device = self.model.embed.weight.device
+        prompts = []
+        for part in self.recorded("needle"):
+            batch = part.batches["needle"]
+            tokens = torch.from_numpy(batch.tokens[:, : batch.answers[0].start])
+            prompts += tokens.to(device).split(1)
         return torch.stack(
             self.spread(
-                lambda prompt: measure(
-                    *seen_by_window(self.model, prompt.to(where), 8)
-                ).cpu(),
+                lambda prompt: measure(*seen_by_window(self.model, prompt, 8)).cpu(),
                 prompts,
             )
         )
