@@ -29,7 +29,7 @@ class SemanticChunks(Chunks):
     fill: bool = False  # keep only whole chunks
 
     def check(self, method: WindowMethod):
-        if method.ends is None:
+        if getattr(method, "ends", None) is None:
             raise ValueError(
                 "semantic chunks need `ends`, which tokens end one; give those that "
                 "SemanticChunkKV.calibrate finds, boundaries(encoding, V)"

@@ -15,7 +15,7 @@ from nanollm import TINY, tokenizer
 from nanollm.checkpoint import to_hf
 from lab import corpus
 from lab.hard_tasks import HardTasks
-from nanollm.cache import compress
+from nanollm.cache import Method, PackedSlots, compress
 from nanollm.model import Config, Decoder
 
 # ---- where kernels run: on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1) ---
@@ -40,28 +40,31 @@ def amid_nan(x):
 
 
 def segment(counts, D, dtype, seed, bias=False, gap=1):
-    """Return a segment of heads in another order, with `gap` rows of NaN around each, which no code
-    may read.
+    """Return a segment of heads in another order.
+
+    Around each are `gap` rows of NaN, which no code may read.
     """
     from kernels.decode_attention import Segment  # Triton: Linux only
 
     g = torch.Generator().manual_seed(seed)
-    start, at = torch.zeros(len(counts), dtype=torch.int64), gap
+    start = torch.zeros(len(counts), dtype=torch.int64)
+    end = gap
     for i in torch.randperm(len(counts), generator=g).tolist():
-        start[i], at = at, at + counts[i] + gap
+        start[i] = end
+        end += counts[i] + gap
 
-    k, v = torch.full((2, at, D), math.nan, dtype=dtype)
-    b = torch.full((at,), math.nan) if bias else None
+    k = torch.full((end, D), math.nan, dtype=dtype)
+    v = torch.full((end, D), math.nan, dtype=dtype)
+    b = torch.full((end,), math.nan)
     for i, n in enumerate(counts):
         rows = slice(start[i], start[i] + n)
         k[rows], v[rows] = torch.randn(2, n, D, generator=g).to(dtype)
         if bias:
             b[rows] = torch.randn(n, generator=g)
 
-    k, v, start, count = (
-        x.to(DEVICE) for x in (k, v, start, torch.tensor(counts, dtype=torch.int32))
-    )
-    return Segment(k, v, start, count, max(counts), b if b is None else b.to(DEVICE))
+    count = torch.tensor(counts, dtype=torch.int32)
+    k, v, b, start, count = (x.to(DEVICE) for x in (k, v, b, start, count))
+    return Segment(k, v, start, count, max(counts), b if bias else None)
 
 
 def attended(q, segments):
@@ -70,27 +73,22 @@ def attended(q, segments):
     A slot of no head has weight 0.
     """
     B, H, _, D = q.shape
-    segments = [s._replace(k=s.k.double(), v=s.v.double()) for s in segments]
-    y, weights = (
-        torch.zeros_like(q, dtype=torch.float64),
-        [torch.zeros_like(s.k[:, 0]) for s in segments],
-    )
+    y = torch.zeros_like(q, dtype=torch.float64)
+    weights = [torch.zeros(len(s.k), dtype=torch.float64) for s in segments]
+    weights = [x.to(q.device) for x in weights]
     for i, (b, h) in enumerate(product(range(B), range(H))):
         rows = [slice(int(s.start[i]), int(s.start[i] + s.count[i])) for s in segments]
-        k, v = (
-            torch.cat([x[at] for x, at in zip(of, rows)])
-            for of in zip(*(s[:2] for s in segments))
-        )
-        bias = [
-            s.k[at, 0] * 0 if s.bias is None else s.bias[at]
-            for s, at in zip(segments, rows)
-        ]
-        p = (q[b, h].double() @ k.T / math.sqrt(D) + torch.cat(bias)).softmax(-1)
+        k = torch.cat([s.k[own] for s, own in zip(segments, rows)]).double()
+        v = torch.cat([s.v[own] for s, own in zip(segments, rows)]).double()
+        score = q[b, h].double() @ k.T / math.sqrt(D)
+        sizes = [own.stop - own.start for own in rows]
+        for s, own, part in zip(segments, rows, score.split(sizes, 1)):
+            if s.bias is not None:
+                part += s.bias[own]
+        p = score.softmax(-1)
         y[b, h] = p @ v
-        for weight, at, part in zip(
-            weights, rows, p.sum(0).split([len(x) for x in bias])
-        ):
-            weight[at] = part
+        for weight, own, part in zip(weights, rows, p.sum(0).split(sizes)):
+            weight[own] = part
     return y, weights
 
 
@@ -108,30 +106,63 @@ def turn(x, pos):
     return torch.cat((z.real, z.imag), -1)
 
 
-def dense(q, k, v, visible):
-    """Return attention by definition: q (B, H·G, T, D), k and v (B, H, S, D), visible (B, H, T, S)."""
-    k, v, visible = (
-        x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, visible)
+def dense(q, k, v, visible, bias=0.0):
+    """Return attention by definition: q (B, H·G, T, D), k and v (B, H, S, D).
+
+    visible and bias are of a shape like (B, H, T, S).
+    """
+    score = q.unflatten(1, (k.shape[1], -1)) @ k.mT.unsqueeze(2)  # (B, H, G, T, S)
+    score = score / math.sqrt(q.shape[3])
+    if torch.is_tensor(bias):
+        score = score + bias.unsqueeze(2)
+    p = score.masked_fill(~visible.unsqueeze(2), -math.inf).softmax(-1)
+    return (p @ v.unsqueeze(2)).flatten(1, 2)
+
+
+def alone(method=None, index=0, layers=1, w_o=None, freq=None, store=None):
+    """Return a method's store of one layer.
+
+    Its decoder has only output projections and RoPE's angles.
+    """
+    w_o = torch.zeros(1, G * H, D) if w_o is None else w_o
+    block = SimpleNamespace(attention=SimpleNamespace(w_o=w_o))
+    model = SimpleNamespace(blocks=[block] * layers, freq=freq)
+    method = method or Method()
+    make = store or method.store or PackedSlots
+    return make(method, model, index)
+
+
+def feed(layer, q, k, v, chunk=None):
+    """Return the output (B, H·G, n, D) of n more tokens, fed in chunks."""
+    pos = torch.arange(layer.seen, layer.seen + q.shape[2], device=q.device)[None]
+    chunk = chunk or q.shape[2]
+    parts = zip(
+        q.split(chunk, 2), k.split(chunk, 2), v.split(chunk, 2), pos.split(chunk, 1)
     )
-    score = (q @ k.mT / math.sqrt(q.shape[3])).masked_fill(~visible, -math.inf)
-    return score.softmax(-1) @ v
+    return torch.cat([layer.attend(*part) for part in parts], 2)
 
 
-def feed(cache, q, k, v, chunk=None, first=0):
-    """Return the output (B, H·G, n, D) of a text fed in chunks, at positions from `first` on."""
-    chunk, pos = chunk or q.shape[2], torch.arange(first, first + q.shape[2])[None]
-    parts = zip(*(x.split(chunk, 2) for x in (q, k, v)), pos.split(chunk, 1))
-    return torch.cat([cache.attend(*part) for part in parts], 2)
+def end(*layers, tokens=None):
+    """Compress the stores of all layers, which have read a prompt."""
+    if tokens is None:
+        tokens = torch.zeros(1, layers[0].seen, dtype=torch.long)
+    compress(layers[0].model, tokens, [*layers])
 
 
-def chunks_of(n, longest, tokens=(), ends=()):
-    """Cut tokens 0 … n − 1 into chunks of at most `longest`; one also ends at each token in `ends`."""
-    chunks = [[]]
-    for i in range(n):
-        if len(chunks[-1]) == longest or i and len(ends) and ends[tokens[i - 1]]:
-            chunks.append([])
-        chunks[-1].append(i)
-    return chunks
+class Fed:
+    """A decoder that gives every layer its own q, k and v: token i of a text is their i-th."""
+
+    def __init__(self, model, qkv):
+        self.config = SimpleNamespace(vocab_size=10**6, max_len=10**6)
+        self.blocks = model.blocks
+        self.embed = model.embed
+        self.qkv = qkv
+
+    def __call__(self, tokens, layers, last=None):
+        pos = torch.arange(layers[0].seen, layers[0].seen + tokens.shape[1])[None]
+        for layer, qkv in zip(layers, self.qkv):
+            layer.attend(*(x[:, :, tokens[0]] for x in qkv), pos)
+        return torch.zeros(*tokens.shape, 1)
 
 
 # ---- a decoder ---
@@ -167,10 +198,8 @@ def made(*changed) -> tuple[Decoder, torch.Tensor]:
 
 def checkpoint_of_two_layers(folder):
     """Return the folder of a small random decoder with our tokenizer, as commands take it."""
-    size = dict(
-        vocab_size=2048, max_len=800, n_layers=2, n_heads=4, d_model=32, d_ff=32
-    )
-    to_hf(decoder(**size), folder)
+    size = dict(vocab_size=2048, max_len=800, n_layers=2)
+    to_hf(decoder(**size, n_heads=4, d_model=32, d_ff=32), folder)
     shutil.copy(TINY / "tokenizer.tiktoken", folder)
     return folder
 
@@ -186,8 +215,7 @@ def decode(tokens) -> str:
 
 @once
 def tasks(split: str) -> HardTasks:
-    """Return the library's tasks; for training only every tenth document, because encoding all
-    takes 8 s."""
+    """Return the library's tasks; for training only every tenth document: all take 8 s."""
     with pytest.MonkeyPatch.context() as patch:
         if split == "train":
             pool = corpus.documents()[::10]
@@ -198,39 +226,13 @@ def tasks(split: str) -> HardTasks:
 
 
 def clusters_of(keys, radius):
-    """Return each key's cluster, the oldest near it, and all first keys; keys is a list of rows."""
-    of, centres = [], []
+    """Return each key's cluster, the oldest near it, and all first keys; keys: a list of rows."""
+    clusters = []
+    centres = []
     for key in keys:
-        may = [
-            c for c, centre in enumerate(centres) if math.dist(key, centre) <= radius
-        ]
-        of.append(may[0] if may else len(centres))
-        centres += [] if may else [key]
-    return of, centres
-
-
-def link(cache, layer: int = 0, layers: int = 1, w_o=None, freq=None):
-    """Link a cache to a decoder that has only output projections and RoPE's angles."""
-    w_o = torch.zeros(1, G * H, D) if w_o is None else w_o
-    block = SimpleNamespace(attention=SimpleNamespace(w_o=w_o))
-    cache.link(SimpleNamespace(blocks=[block] * layers, freq=freq), layer)
-
-
-def end(*caches, model=None):
-    """Compress the caches of all layers, which have read a prompt."""
-    compress(model, torch.zeros(1, caches[0].seen, dtype=torch.long), [*caches])
-
-
-class Fed:
-    """A decoder that gives every layer's cache its own q, k and v: token i of a text is the i-th of
-    each."""
-
-    def __init__(self, model, layers):
-        self.config = SimpleNamespace(vocab_size=10**6, max_len=10**6)
-        self.blocks, self.embed, self.layers = model.blocks, model.embed, layers
-
-    def __call__(self, tokens, caches, last=None):
-        pos = torch.arange(caches[0].seen, caches[0].seen + tokens.shape[1])[None]
-        for cache, qkv in zip(caches, self.layers):
-            cache.attend(*(x[:, :, tokens[0]] for x in qkv), pos)
-        return torch.zeros(*tokens.shape, 1)
+        near = [c for c, x in enumerate(centres) if math.dist(key, x) <= radius]
+        if not near:
+            near = [len(centres)]
+            centres.append(key)
+        clusters.append(near[0])
+    return clusters, centres

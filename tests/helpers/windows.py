@@ -1,13 +1,15 @@
-"""Run a prompt through a window method, and compare the result with loops written from the papers.
+"""Run texts through a window method, and compare its slots with loops written from the papers.
 
-`Case` pairs a method with the loops that say what it keeps. `check_walk(case, prompt)` compares
-slots, positions and bytes; test_methods.py compares outputs. Loops work on lists: scores [i] or
-[h][i], weights A and norms [g][i] of a head.
+`Case` names a method and the loops that say what it keeps; `Prompt` says how a text is read.
+`check_walk(case, prompt)` compares positions, keys, values, biases, outputs and bytes.
+
+Loops work on lists. A head's weights A and norms are [g][i], of query head g and entry i.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import product
 import math
 from typing import NamedTuple
 
@@ -15,12 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common import chunks_of, end, feed, link
+from common import alone, end, feed
 from methods.baselines.snap_kv import SnapKV
-from nanollm import window
+from methods.chunk_kv import ChunkKV
 from nanollm.cache import NEVER, begin_turn
-from nanollm.generate import tell_chunk_ends
-from nanollm.window import Selection, WindowCache
+from nanollm.window import Selection, Window
 
 B, D, LAYER, LAYERS = 2, 4, 1, 4
 
@@ -30,7 +31,8 @@ B, D, LAYER, LAYERS = 2, 4, 1, 4
 
 def highest(score, n, but=()):
     """Return the n highest scores; ties: the newest."""
-    return sorted(set(range(len(score))) - set(but), key=lambda i: (-score[i], -i))[:n]
+    others = [i for i in range(len(score)) if i not in but]
+    return sorted(others, key=lambda i: (-score[i], -i))[:n]
 
 
 def pool(score, kernel_size):
@@ -38,15 +40,16 @@ def pool(score, kernel_size):
     return [max(score[max(0, i - half) : i + half + 1]) for i in range(len(score))]
 
 
-def mean(heads):
-    return [sum(column) / len(heads) for column in zip(*heads)]
+def mean(rows):
+    return [sum(column) / len(rows) for column in zip(*rows)]
 
 
 def fair(exact):
-    """Round to whole numbers with the same sum: the largest remainders up, the first of equal ones."""
+    """Round to whole numbers with the same sum: the largest remainders up, the first of equals."""
     counts = [math.floor(x) for x in exact]
     while sum(counts) < sum(exact):
-        counts[max(range(len(exact)), key=lambda i: exact[i] - counts[i])] += 1
+        i = max(range(len(exact)), key=lambda i: exact[i] - counts[i])
+        counts[i] += 1
     return counts
 
 
@@ -55,29 +58,56 @@ def same_for_all(scores, b, **_):
 
 
 def by_depth(scores, b, beta=20, layer=LAYER, layers=LAYERS, seen=None, **_):
-    """PyramidKV: the layers' mean is b, so the last layer is as far below b as the first is above."""
-    top = min(2 * b - Fraction(b, beta), seen or len(scores[0]))
-    step = Fraction(2 * (top - b), layers - 1)
-    return [fair([top - i * step for i in range(layers)])[layer]] * len(scores)
+    """PyramidKV: the layers' mean is b; the last is as far below b as the first is above."""
+    first = min(2 * b - Fraction(b, beta), seen or len(scores[0]))
+    step = Fraction(2 * (first - b), layers - 1)
+    counts = fair([first - i * step for i in range(layers)])
+    return [counts[layer]] * len(scores)
 
 
 def by_head(scores, b, floor=0.2, **_):
     """AdaKV: a head gets a floor, and its entries among the layer's highest scores."""
-    H, floor = len(scores), Fraction(str(floor))
-    everywhere = sorted(
-        (-score, -i, -h) for h in range(H) for i, score in enumerate(scores[h])
-    )[: H * b]
-    return fair(
-        [
-            floor * b + (1 - floor) * sum(h == -minus for *_, minus in everywhere)
-            for h in range(H)
-        ]
-    )
+    H = len(scores)
+    floor = Fraction(str(floor))
+    ranked = []
+    for h in range(H):
+        for i, score in enumerate(scores[h]):
+            ranked.append((score, i, h))
+    heads = [h for *_, h in sorted(ranked, reverse=True)[: H * b]]
+    return fair([floor * b + (1 - floor) * heads.count(h) for h in range(H)])
 
 
 def by_weight(A, norms, out, b, kernel_size, **_):
     """Algorithm 2 of CriticalKV, line 6."""
     return highest(pool(mean(A)[:out], kernel_size), b)
+
+
+def in_two_stages(
+    A, norms, out, b, kernel_size, alpha, pooled=False, epsilon=0, of_means=False, **_
+):
+    """Algorithm 1 of CriticalKV with Algorithm 2, lines 8 to 10."""
+    A = [a[:out] for a in A]
+    by_weight_alone = math.floor(Fraction(str(alpha)) * b)
+    first = highest(pool(mean(A), kernel_size), by_weight_alone)
+    if pooled:
+        A = [pool(a, kernel_size) for a in A]
+    if of_means:
+        A = [mean(A)]
+        norms = [mean(norms)]
+    products = []
+    for a, norm in zip(A, norms):
+        products.append([(x + epsilon) * y for x, y in zip(a, norm)])
+    return first + highest(mean(products), b - len(first), but=first)
+
+
+def chunk_numbers(n, longest, ends=None):
+    """Return the chunk of each of n tokens; `ends` says after which tokens a chunk ends, too."""
+    numbers = [0]
+    for i in range(1, n):
+        full = numbers.count(numbers[-1]) == longest
+        ended = ends is not None and ends[i - 1]
+        numbers.append(numbers[-1] + (full or ended))
+    return numbers
 
 
 def by_chunk(
@@ -89,395 +119,389 @@ def by_chunk(
     chunk_size,
     score,
     fill,
-    heads=(),
-    at=None,
-    ends=(),
-    semantic=False,
+    heads,
+    places,
+    ends=None,
     together=False,
     **_,
 ):
-    """ChunkKV: take chunks of the text by their scores: those that fit whole, or with `fill` cut to
-    b tokens.
+    """ChunkKV: take chunks by their scores: those that fit whole, or with `fill` cut to b tokens.
 
-    at: each entry's place in the text, if part of the text is left.
+    places: each entry's place in the text.
     """
-    scores = mean(
-        [pool(mean(a)[:out], kernel_size) for a in (heads if together else [A])]
-    )
-    of = {"sum": math.fsum, "mean": lambda x: math.fsum(x) / len(x), "max": max}[score]
+    heads = heads if together else [A]
+    scores = mean([pool(mean(a)[:out], kernel_size) for a in heads])
+    if ends:
+        chunk_size = min(chunk_size, b)
+    number = chunk_numbers(places[-1] + 1, chunk_size, ends)
     chunks = {}
     for i in range(out):
-        chunks.setdefault((at or range(out))[i] // chunk_size, []).append(i)
-    chunks = (
-        chunks_of(out, chunk_size, range(out), ends) if semantic else chunks.values()
-    )
+        chunks.setdefault(number[places[i]], []).append(i)
+    total = {"sum": math.fsum, "mean": lambda x: math.fsum(x) / len(x), "max": max}[
+        score
+    ]
+    ranked = []
+    for chunk in chunks.values():
+        ranked.append((total([scores[i] for i in chunk]), chunk))
     kept = []
-    for part in sorted(
-        chunks, key=lambda part: (-of([scores[i] for i in part]), -part[0])
-    ):
-        if fill or len(kept) + len(part) <= b:
-            kept += part
+    for _, chunk in sorted(ranked, reverse=True):
+        if fill or len(kept) + len(chunk) <= b:
+            kept += chunk
     return kept[:b]
 
 
-def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
-    """Return slots for the evicted tokens `gone` of one head: q (G, w, D), k, v (T, D), rows (G, w, T)."""
+def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0, **_):
+    """Return slots for the evicted tokens `gone`: q (G, w, D), k, v (T, D), rows (G, w, T)."""
+    G, w, T = rows.shape
+    scores = rows.mean((0, 1))
+
+    def mean_of(x, group):
+        return (scores[group, None] * x[group]).sum(0) / scores[group].sum()
+
     groups = [[] for _ in range(entries)]
     for j, i in enumerate(gone):
         groups[j * entries // len(gone)].append(i)
-
-    scores, (G, w, T) = rows.mean((0, 1)), rows.shape
     for _ in range(rounds):
-        centres = [
-            (scores[group, None] * k[group]).sum(0) / scores[group].sum()
-            for group in groups
-        ]
+        centres = [mean_of(k, group) for group in groups]
         groups = [[] for _ in range(entries)]
         for i in gone:
-            groups[
-                min(range(entries), key=lambda e: (k[i] - centres[e]).norm())
-            ].append(i)
+            distance = [(k[i] - centre).norm() for centre in centres]
+            groups[distance.index(min(distance))].append(i)
 
-    for group in sorted(groups, key=max):
-        key, value = [
-            (scores[group, None] * x[group]).sum(0) / scores[group].sum()
-            for x in (k, v)
-        ]
+    slots = {}
+    for group in groups:
+        key = mean_of(k, group)
         reach = 0
         for g, t in product(range(G), range(w)):
             Z = (k[: T - w + t + 1] @ q[g, t] / math.sqrt(D)).exp().sum()
             reach += (q[g, t] @ key / math.sqrt(D)).exp() / Z
-        yield group[-1], key, value, math.log(share * rows[..., group].sum() / reach)
+        bias = math.log(share * rows[..., group].sum() / reach)
+        slots[max(group)] = Slot(key, mean_of(v, group), bias)
+    return slots
 
 
 # ---- cases and prompts ---
 
 
+NONE = {}
+
+
 class Case(NamedTuple):
     Method: type = SnapKV
-    options: dict = {}  # options of the cache
+    options: dict = NONE
     # or a function of a prompt; None: the Method's own
     select: Selection | Callable | None = None
     deal: Callable = same_for_all  # entries per head, from [h][i] pooled window scores
     choose: Callable = by_weight  # entries of a head
 
 
+def chunk_case(
+    select, Method=ChunkKV, options=NONE, deal=same_for_all, choose=by_chunk
+):
+    """Return a case of ChunkKV. Chunks that must fit whole are no longer than the room."""
+
+    def fitting(prompt):
+        room = prompt.budget - prompt.window_size
+        return replace(select, chunk_size=min(select.chunk_size, room))
+
+    return Case(Method, options, select if select.fill else fitting, deal, choose)
+
+
 class Prompt(NamedTuple):
-    T: int
+    turns: tuple[int, ...]  # tokens; the layer is compressed after each turn
     chunk_size: int  # tokens per part
     H: int
     G: int
     window_size: int
     budget: int
     kernel_size: int = 7
-    # the window's probabilities are a few exact numbers, and so are the norms
-    tied: bool = False
-    # newest tokens that are forgotten before the compression, and come again after it
-    cropped: int = 0
+    tied: bool = (
+        False  # the window's weights are a few exact numbers, and so are the norms
+    )
+    cropped: int = 0  # newest tokens that are forgotten before the compression
 
 
-GROUPED, TIED = Prompt(53, 53, 2, 2, 8, 20), Prompt(37, 36, 2, 4, 4, 17, 3, True)
+GROUPED = Prompt((53,), 53, 2, 2, 8, 20)
+TIED = Prompt((37,), 36, 2, 4, 4, 17, 3, tied=True)
 # as in the measurements where the prompt has the question
-AGAIN = Prompt(53, 53, 2, 2, 8, 20, cropped=1)
-PROMPTS = [
-    Prompt(53, 1, 2, 2, 8, 20),
-    Prompt(53, 5, 2, 2, 8, 20),
-    Prompt(37, 37, 3, 1, 4, 13, 1),
-    Prompt(37, 34, 2, 4, 4, 9, 3),
-    Prompt(37, 9, 2, 4, 5, 6),
-    Prompt(38, 38, 4, 1, 7, 37),
-    Prompt(9, 2, 3, 2, 1, 4),
-    Prompt(53, 53, 2, 2, 8, 20, 7, True),
-    Prompt(37, 37, 4, 1, 4, 13, 1, True),
+AGAIN = GROUPED._replace(cropped=1)
+TURNS = (
+    Prompt((30, 5, 9, 2, 1), 53, 2, 2, 4, 12, 3),
+    Prompt((3, 8, 12, 4, 4), 53, 2, 2, 4, 12, 3),
+)
+OTHER_TURNS = (
+    Prompt((8, 5, 5, 5), 53, 1, 4, 4, 12, 3),
+    Prompt((8, 5, 5, 5), 53, 3, 1, 4, 9, 3),
+    Prompt((8, 5, 5, 5), 53, 4, 2, 4, 6, 3),
+)
+PROMPTS = (
+    Prompt((53,), 1, 2, 2, 8, 20),
+    Prompt((53,), 5, 2, 2, 8, 20),
+    Prompt((37,), 37, 3, 1, 4, 13, 1),
+    Prompt((37,), 34, 2, 4, 4, 9, 3),
+    Prompt((37,), 9, 2, 4, 5, 6),
+    Prompt((38,), 38, 4, 1, 7, 37),
+    Prompt((9,), 2, 3, 2, 1, 4),
+    Prompt((53,), 53, 2, 2, 8, 20, 7, tied=True),
+    Prompt((37,), 37, 4, 1, 4, 13, 1, tied=True),
     # everything fits
-    Prompt(13, 13, 2, 2, 4, 14),
-    Prompt(13, 4, 2, 1, 8, 13),
-    Prompt(5, 3, 2, 2, 8, 9),
-    Prompt(37, 9, 2, 2, 4, 9, 3, cropped=3),
-    Prompt(21, 21, 2, 1, 1, 6, 1, cropped=1),
-    Prompt(37, 37, 2, 2, 4, 12, 3, True, cropped=1),
-    Prompt(21, 21, 2, 2, 4, 20, cropped=1),
-    Prompt(21, 21, 2, 2, 4, 15, cropped=1),
-]
+    Prompt((13,), 13, 2, 2, 4, 14),
+    Prompt((13,), 4, 2, 1, 8, 13),
+    Prompt((5,), 3, 2, 2, 8, 9),
+    Prompt((37,), 9, 2, 2, 4, 9, 3, cropped=3),
+    Prompt((21,), 21, 2, 1, 1, 6, 1, cropped=1),
+    Prompt((37,), 37, 2, 2, 4, 12, 3, tied=True, cropped=1),
+    Prompt((21,), 21, 2, 2, 4, 20, cropped=1),
+    Prompt((21,), 21, 2, 2, 4, 15, cropped=1),
+)
 
 
-def name_of(x) -> str:
-    """Return a test's name for a case's name or a prompt."""
-    return x if isinstance(x, str) else "-".join(str(int(number)) for number in x)
+def each_walk(cases, *prompts):
+    """Parametrise a test by the name of a case and by a prompt."""
+    walks = [*product(cases, prompts)]
+    names = [f"{case}-{','.join(str(x) for x in prompt)}" for case, prompt in walks]
+    return pytest.mark.parametrize("case, prompt", walks, ids=names)
 
 
 def options_of(select) -> dict:
     """Return the options of a selection and of the one inside it."""
     own = dict(vars(select))
-    return options_of(own.pop("inner")) | own if "inner" in own else own
+    if "inner" in own:
+        own |= options_of(own.pop("inner"))
+    return own
 
 
 # ---- the walk ---
 
 
-class Slots(NamedTuple):
-    pos: Tensor  # (n,)
-    k: Tensor  # (n, D)
-    v: Tensor
-    bias: Tensor  # (n,)
+class Slot(NamedTuple):
+    key: Tensor  # (D,)
+    value: Tensor
+    bias: float = 0.0
 
 
-class Walk(NamedTuple):
-    cache: WindowCache
-    raw: tuple[Tensor, Tensor, Tensor]  # q, k, v
-    rows: Tensor  # (B, H, G, w, T): the window's probabilities
-    w_o: Tensor
-    slots: list[list[Slots]]  # [b][h], when the prompt is compressed
-    # positions and bytes after the compression, and after each later part
-    steps: list[tuple]
+class GivenWindow(Window):
+    """A window whose weights are given: rounding must not break ties."""
+
+    def rows(self):
+        return self.given
+
+    def scores(self):
+        return self.given[..., : self.n].mean(3)
 
 
-def live(cache, b, h) -> Slots:
-    """Return the slots of one head that hold an entry."""
-    bias = cache.slot("bias") if "bias" in cache.slots else torch.zeros(cache.pos.shape)
-    there = cache.pos[b, h] != NEVER
-    return Slots(*(x[b, h, there] for x in (cache.pos, cache.k, cache.v, bias)))
+class Walk:
+    """A text in a method's store, and beside it the slots that loops say it should have."""
 
+    def __init__(self, case: Case, prompt: Prompt):
+        self.case = case
+        self.prompt = prompt
+        self.semantic = hasattr(case.Method, "ends")
+        n = sum(prompt.turns) + 6
+        H, G, w = prompt.H, prompt.G, prompt.window_size
+        g = torch.Generator().manual_seed(n)
+        self.q = 2 * torch.randn(B, H, G, n, D, generator=g)
+        self.k = torch.randn(B, H, n, D, generator=g)
+        self.v = torch.randn(B, H, n, D, generator=g)
+        self.w_o = torch.randn(6, H * G, D, generator=g)
+        # a token of the text is a word of 60, of which some end a chunk
+        self.tokens = torch.randint(60, (B, n), generator=g)
+        self.ends = torch.rand(60, generator=g) < 1 / 6
+        self.given = None
+        if prompt.tied:
+            shape = B, H, G, min(w, prompt.turns[0]), prompt.turns[0]
+            self.given = torch.randint(0, 4, shape, generator=g) / 16
+            self.v = self.v.round()
+            self.w_o = self.w_o.round()
 
-def walk(case: Case, prompt: Prompt) -> Walk:
-    """Feed the prompt in parts, forget its newest tokens, compress the others, and feed six more."""
-    T, chunk_size, H, G, w, budget, kernel_size, tied, cropped = prompt
-    g = torch.Generator().manual_seed(T)
-    q, k, v = [torch.randn(B, heads, T + 6, D, generator=g) for heads in (H * G, H, H)]
-    w_o, q, ends = (
-        torch.randn(6, H * G, D, generator=g),
-        2 * q,
-        torch.rand(B, T, generator=g) < 1 / 6,
-    )
+        self.method = self.make_method()
+        self.options = case.options | options_of(self.method.select)
+        self.layer = alone(self.method, LAYER, LAYERS, w_o=self.w_o)
+        self.slots = {(b, h): {} for b in range(B) for h in range(H)}
+        self.read = 0  # tokens so far
+        self.uneven = False  # heads have had different numbers of slots
 
-    rows = torch.zeros(B, H, G, min(w, T), T)
-    for b, h, j, t in product(*map(range, rows.shape[:4])):
-        n = T - rows.shape[3] + t + 1
-        rows[b, h, j, t, :n] = (
-            k[b, h, :n] @ q[b, h * G + j, n - 1] / math.sqrt(D)
-        ).softmax(0)
-    if tied:
-        v, w_o, rows = (
-            v.round(),
-            w_o.round(),
-            torch.randint(0, 4, rows.shape, generator=g) / 16,
-        )
+    def make_method(self):
+        select = self.case.select or self.case.Method.select
+        if not isinstance(select, Selection):
+            select = select(self.prompt)
+        options = dict(self.case.options, select=select)
+        for name in ("budget", "window_size", "kernel_size"):
+            options[name] = getattr(self.prompt, name)
+        if self.semantic:
+            options["ends"] = self.ends
+        method = self.case.Method(**options)
+        if self.given is not None:
+            method.window = self.given_window
+        return method
 
-    select = case.Method.select if case.select is None else case.select
-    if not isinstance(select, Selection):
-        select = select(prompt)
-    cache = case.Method(
-        budget=budget,
-        window_size=w,
-        kernel_size=kernel_size,
-        select=select,
-        **case.options,
-    )
-    link(cache, LAYER, LAYERS, w_o=w_o)
-    tell_chunk_ends([cache], ends)
+    def given_window(self, layer, tokens):
+        window = GivenWindow(self.method, layer, tokens)
+        window.given = self.given
+        return window
 
-    feed(cache, *(x[:, :, :T] for x in (q, k, v)), chunk_size)
-    if cropped:
-        cache.crop(T - cropped // 2)
-        cache.crop(T - cropped)
-    assert tied or torch.allclose(
-        window.window_rows(*cache.observed()), rows, atol=1e-6
-    )
-    with pytest.MonkeyPatch.context() as patch:  # rounding must not break ties
-        for module in ("nanollm.window", "methods.ours.theta"):
-            patch.setattr(f"{module}.window_rows", lambda q, k, empty=None: rows)
-        end(cache)
-    slots = [[live(cache, b, h) for h in range(H)] for b in range(B)]
-    steps = [(cache.pos.clone(), cache.bytes())]
-    for a, z in pairwise([T - cropped + new for new in (0, 1, 2, 5, 6)]):
-        feed(cache, *(x[:, :, a:z] for x in (q, k, v)), first=a)
-        steps.append((cache.pos.clone(), cache.bytes()))
-    return Walk(cache, (q, k, v), rows, w_o, slots, steps)
+    def feed(self, n, chunk):
+        """Read n more tokens; return their outputs (B, H, G, n, D)."""
+        part = slice(self.read, self.read + n)
+        q = self.q[..., part, :].flatten(1, 2)
+        y = feed(self.layer, q, self.k[:, :, part], self.v[:, :, part], chunk)
+        for (b, h), slots in self.slots.items():
+            for i in range(part.start, part.stop):
+                slots[i] = Slot(self.k[b, h, i], self.v[b, h, i])
+        self.read = part.stop
+        return y.unflatten(1, (self.prompt.H, -1))
 
+    def forget(self, n):
+        """Forget the newest n tokens, in two steps."""
+        if n:
+            self.layer.forget(self.read - n // 2)
+            self.layer.forget(self.read - n)
+        for slots in self.slots.values():
+            for i in range(self.read - n, self.read):
+                del slots[i]
 
-def slots_by_loop(case: Case, prompt: Prompt, got: Walk) -> list[list[Slots]]:
-    """Return the slots that Algorithm 2 of CriticalKV leaves of the prompt, [b][h]."""
-    (T, _, H, G, w, budget, kernel_size, _, cropped), (q, k, v) = prompt, got.raw
-    n = T - cropped
-    if n <= budget:
-        at, bias = torch.arange(n), torch.zeros(n)
+    def output(self, b, h, g, t):
+        """Return the output of query t, from the slots by loops."""
+        slots = [x for i, x in self.slots[b, h].items() if i <= t]
+        keys = torch.stack([x.key for x in slots])
+        values = torch.stack([x.value for x in slots])
+        bias = torch.tensor([x.bias for x in slots])
+        return (keys @ self.q[b, h, g, t] / math.sqrt(D) + bias).softmax(0) @ values
+
+    def compress_by_loops(self, turn):
+        """Keep what the loops choose: Algorithm 2 of CriticalKV."""
+        prompt = self.prompt
+        n = self.read - prompt.cropped  # tokens that are left
+        if n <= prompt.budget:
+            return
+        w = min(prompt.window_size, turn)
+        for b in range(B):
+            # the window's weights [h][g][t][i], and their means over the entries that are left
+            rows = [self.rows(b, h, w, n) for h in range(prompt.H)]
+            A = []
+            for h, head in enumerate(rows):
+                A.append([mean(each)[: len(self.slots[b, h])] for each in head])
+            out = [len(head[0]) - (w - prompt.cropped) for head in A]
+            pooled = [pool(mean(a)[:m], prompt.kernel_size) for a, m in zip(A, out)]
+            budget = prompt.budget - (w - prompt.cropped)
+            rooms = self.case.deal(pooled, budget, seen=self.read - w, **self.options)
+            for h, room in enumerate(rooms):
+                self.keep(b, h, min(room, out[h]), out[h], A, torch.tensor(rows[h]))
+
+    def rows(self, b, h, w, n):
+        """Return the weights [g][t][i] that the last w queries give: to slots and forgotten tokens."""
+        if self.given is not None:
+            return self.given[b, h].tolist()
+        places = [*self.slots[b, h], *range(n, self.read)]
+        rows = []
+        for g in range(self.prompt.G):
+            rows.append([])
+            for t in range(self.read - w, self.read):
+                seen = [i for i in places if i <= t]
+                score = self.k[b, h, seen] @ self.q[b, h, g, t] / math.sqrt(D)
+                later = [0.0] * (len(places) - len(seen))
+                rows[g].append(score.softmax(0).tolist() + later)
+        return rows
+
+    def keep(self, b, h, room, out, A, rows):
+        """Keep `room` of a head's first `out` slots; `residual` may fill some of them."""
+        entries = self.options.get("entries", 0)
+        if not entries <= room < out:
+            entries = 0
+        places = [*self.slots[b, h]]
+        more = dict(heads=A, places=places, **self.options)
+        if self.semantic:
+            more["ends"] = self.ends[self.tokens[b]].tolist()
+        norms = self.norms(b, h, places)
+        size = self.prompt.kernel_size
+        chosen = self.case.choose(A[h], norms, out, room - entries, size, **more)
+        stay = [places[i] for i in chosen] + places[out:]
+
+        slots = {i: x for i, x in self.slots[b, h].items() if i in stay}
+        if entries:
+            gone = [i for i in places if i not in stay]
+            q = self.q[b, h, :, self.read - rows.shape[1] : self.read]
+            k = self.k[b, h, : self.read]
+            v = self.v[b, h, : self.read]
+            slots |= residual(gone, q, k, v, rows, **self.options)
+        self.slots[b, h] = dict(sorted(slots.items()))
+
+    def norms(self, b, h, places):
+        """Return ‖v W_O‖₁, [g][i]."""
+        G = self.prompt.G
+        values = self.v[b, h, places]
         return [
-            [Slots(at, k[b, h, :n], v[b, h, :n], bias) for h in range(H)]
-            for b in range(B)
+            (values @ self.w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)
         ]
 
-    out, options, heads = T - w, case.options | options_of(got.cache.select), []
-    for b in range(B):
-        A = got.rows[b, ..., :n].mean(2).tolist()
-        budgets = case.deal(
-            [pool(mean(a)[:out], kernel_size) for a in A],
-            budget - (w - cropped),
-            **options,
-        )
-        for h, room in enumerate(budgets):
-            norms = [
-                (v[b, h, :n] @ got.w_o[:, h * G + g].T).abs().sum(-1).tolist()
-                for g in range(G)
-            ]
-            entries = (
-                options.get("entries", 0)
-                if options.get("entries", 0) <= room < out
-                else 0
-            )
-            kept = case.choose(
-                A[h],
-                norms,
-                out,
-                room - entries,
-                kernel_size,
-                heads=A,
-                ends=got.cache.chunk_ends[b],
-                **options,
-            )
-            slots = [(i, k[b, h, i], v[b, h, i], 0) for i in [*kept, *range(out, n)]]
-            if entries:
-                gone, group = (
-                    sorted(set(range(out)) - set(kept)),
-                    slice(h * G, h * G + G),
-                )
-                how = {name: options[name] for name in ("entries", "rounds", "share")}
-                slots += residual(
-                    gone,
-                    q[b, group, out:T],
-                    k[b, h, :T],
-                    v[b, h, :T],
-                    got.rows[b, h],
-                    **how,
-                )
-            pos, *vectors, bias = zip(*sorted(slots, key=lambda slot: slot[0]))
-            heads.append(
-                Slots(
-                    torch.tensor(pos),
-                    *map(torch.stack, vectors),
-                    torch.tensor(bias).float(),
-                )
-            )
-    return [heads[b * H : (b + 1) * H] for b in range(B)]
+    def check(self):
+        """Compare the store's slots and bytes with those by loops."""
+        layer = self.layer
+        biased = "bias" in layer.slots
+        for (b, h), slots in self.slots.items():
+            there = layer.pos[b, h] != NEVER
+            assert layer.pos[b, h, there].tolist() == [*slots]
+            for name, expected in zip(("k", "v", "bias"), zip(*slots.values())):
+                if name == "bias":
+                    assert biased or not any(expected)
+                    expected = [torch.tensor(x) for x in expected]
+                if name in layer.slots:
+                    found = layer.slot(name)[b, h, there]
+                    assert torch.allclose(found, torch.stack(expected), atol=1e-5)
+
+        counts = [len(slots) for slots in self.slots.values()]
+        self.uneven |= len({*counts}) > 1
+        table = 8 * len(counts) * self.uneven  # how many slots each head has
+        size = 2 * 4 * D + 4 + 4 * biased
+        live, allocated = layer.bytes()
+        assert live == sum(counts) * size + table
+        assert layer.length == max(counts)
+        assert live <= allocated <= 1.1 * live + table
 
 
 def check_walk(case: Case, prompt: Prompt):
-    """Check that slots are the loops', that decoding only appends, and that `bytes` counts the slots."""
-    n, H, got = prompt.T - prompt.cropped, prompt.H, walk(case, prompt)
-    slots = slots_by_loop(case, prompt, got)
-    for b, h in product(range(B), range(H)):
-        assert got.slots[b][h].pos.tolist() == slots[b][h].pos.tolist()
-        for x, expected in zip(got.slots[b][h][1:], slots[b][h][1:]):
-            assert torch.allclose(x, expected, atol=1e-5)
-
-    counts = [len(head.pos) for row in slots for head in row]
-    slot, table = (
-        2 * 4 * D + 4 + 4 * ("bias" in got.cache.slots),
-        8 * B * H * (len({*counts}) > 1),
-    )
-    for new, (pos, (live, allocated)) in zip((0, 1, 2, 5, 6), got.steps, strict=True):
-        total = sum(counts) + B * H * new
-        assert (pos != NEVER).sum() == total and pos.shape[2] == max(counts) + new
-        assert (
-            pos[:, :, max(counts) :] == torch.arange(n, n + new)
-        ).all() and live == slot * total + table
-        assert live <= allocated <= 1.1 * live + table
-    assert got.cache.seen == n + 6
+    """Read the turns, compress after each, read six more tokens; compare with loops each time."""
+    walk = Walk(case, prompt)
+    for turn in prompt.turns:
+        begin_turn([walk.layer])
+        check_part(walk, turn, prompt.chunk_size)
+        walk.forget(prompt.cropped)
+        walk.compress_by_loops(turn)
+        walk.read -= prompt.cropped
+        end(walk.layer, tokens=walk.tokens[:, : walk.read])
+        walk.check()
+    for n in (1, 1, 3, 1):
+        check_part(walk, n, n)
+        walk.check()
+    assert walk.layer.seen == walk.read == sum(prompt.turns) + 6 - prompt.cropped
 
 
-# ---- a conversation, compressed after each turn ---
+def check_part(walk: Walk, n: int, chunk: int):
+    """Read n tokens; after a compression their outputs are those of the slots by loops."""
+    start = walk.read
+    y = walk.feed(n, chunk)
+    if start:
+        for (b, h), g, t in product(walk.slots, range(walk.prompt.G), range(n)):
+            expected = walk.output(b, h, g, start + t)
+            assert torch.allclose(y[b, h, g, t], expected, atol=1e-5)
 
 
-def check_turns(case: Case, turns, H=2, G=2, w=4, budget=12, kernel_size=3):
-    """Check the outputs, entries and bytes of each turn against loops; turns: their lengths in tokens."""
-    total, select = sum(turns), case.select or case.Method.select
-    g = torch.Generator().manual_seed(total)
-    q, k, v = [torch.randn(B, heads, total, D, generator=g) for heads in (H * G, H, H)]
-    q, w_o, options = (
-        2 * q,
-        torch.randn(6, H * G, D, generator=g),
-        case.options | options_of(select),
-    )
-    cache = case.Method(budget, w, kernel_size, select, **case.options)
-    link(cache, LAYER, LAYERS, w_o=w_o)
-
-    def attention(b, h, g, t, at):
-        """Return the weights that query t of head g of a group gives to the tokens `at`; later ones
-        get 0."""
-        score = (k[b, h, at] @ q[b, h * G + g, t] / math.sqrt(D)).masked_fill(
-            torch.tensor(at) > t, -math.inf
-        )
-        return score.softmax(0)
-
-    def compressed(held, n, w):  # [b][h]: the kept ones of n tokens
-        for b, heads in enumerate(held):
-            A = [
-                [
-                    (
-                        sum(attention(b, h, g, t, at) for t in range(n - w, n)) / w
-                    ).tolist()
-                    for g in range(G)
-                ]
-                for h, at in enumerate(heads)
-            ]
-            pooled = [pool(mean(a)[:-w], kernel_size) for a in A]
-            for h, room in enumerate(
-                case.deal(pooled, budget - w, seen=n - w, **options)
-            ):
-                at, out = heads[h], len(heads[h]) - w
-                norms = [
-                    (v[b, h, at] @ w_o[:, h * G + g].T).abs().sum(-1).tolist()
-                    for g in range(G)
-                ]
-                kept = case.choose(
-                    A[h], norms, out, min(room, out), kernel_size, at=at, **options
-                )
-                heads[h] = [at[i] for i in sorted(kept)] + at[out:]
-
-    held, n = [[[] for _ in range(H)] for _ in range(B)], 0
-    for turn in turns:
-        begin_turn([cache])
-        y = feed(cache, *(x[:, :, n : n + turn] for x in (q, k, v)), first=n)
-        for t in range(n, n + turn):
-            for b, h in product(range(B), range(H)):
-                held[b][h].append(t)
-                expected = [
-                    attention(b, h, g, t, held[b][h]) @ v[b, h, held[b][h]]
-                    for g in range(G)
-                ]
-                assert torch.allclose(
-                    y[b, h * G : h * G + G, t - n], torch.stack(expected), atol=1e-5
-                )
-        n += turn
-        end(cache)
-        if n > budget:
-            compressed(held, n, min(w, turn))
-        assert [
-            [live(cache, b, h).pos.tolist() for h in range(H)] for b in range(B)
-        ] == held
-        slots, table = (
-            sum(len(at) for heads in held for at in heads),
-            8 * B * H * bool(cache.packed),
-        )
-        assert cache.seen == n and cache.bytes()[0] == slots * (2 * 4 * D + 4) + table
+# ---- stores after a prompt ---
 
 
-# ---- caches after a prompt ---
+def compressed(method, q, k, v, w_o=None, layer=0, layers=1):
+    """Return a method's store after a prompt fed at once."""
+    store = alone(method, layer, layers, w_o)
+    feed(store, q, k, v)
+    end(store)
+    return store
 
 
-def compressed(cache, q, k, v, w_o=None, layer=0, layers=1):
-    """Return the cache after a prompt fed at once."""
-    link(cache, layer, layers, w_o=w_o)
-    feed(cache, q, k, v)
-    end(cache)
-    return cache
-
-
-def uneven(cache, T, H=4, G=2, d=2):
-    """Feed a prompt in which head 0 attends to all tokens alike, and the other heads only to token 5."""
-    q, k, v = (
-        torch.zeros(B, H * G, T, d),
-        torch.zeros(B, H, T, d),
-        torch.randn(B, H, T, d),
-    )
-    q[..., 0], k[:, 1:, 5, 0] = 1, 1000
-    return compressed(cache, q, k, v, torch.randn(3, H * G, d))
+def uneven(method, T, H=4, G=2, d=2):
+    """Feed a prompt in which head 0 attends to all tokens alike, the others only to token 5."""
+    q = torch.zeros(B, H * G, T, d)
+    k = torch.zeros(B, H, T, d)
+    v = torch.randn(B, H, T, d)
+    q[..., 0] = 1
+    k[:, 1:, 5, 0] = 1000
+    return compressed(method, q, k, v, torch.randn(3, H * G, d))
