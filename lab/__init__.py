@@ -1,3 +1,3 @@
-"""Longer measurements: one script each, with its rows in stored/. They may import all other folders."""
+"""All that measures, and the commands. stored/ has the measured rows."""
 
 import nanollm  # noqa: F401  it makes Ctrl-C silent while modules load

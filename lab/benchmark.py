@@ -209,6 +209,4 @@ def excess(row: dict) -> str:
     budget = budget_for(row["keep_ratio"], row["prompt"])
     if row["slots"] <= budget:
         return ""
-    return (
-        f"holds {row['slots']:g} slots a head after a prompt, and its budget is {budget}"
-    )
+    return f"holds {row['slots']:g} slots a head after a prompt, and its budget is {budget}"

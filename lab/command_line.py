@@ -13,7 +13,7 @@ from nanollm import TINY
 
 
 def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
-    """Add the options of every command that runs a model; `registry.loaded` reads them."""
+    """Add the options of every command that runs a model; `loading.loaded` reads them."""
     parser.add_argument(
         "--model",
         type=Path,

@@ -1,17 +1,17 @@
-"""Compare methods that compress the KV cache: right answers, KL divergence, bytes and speed of each.
+"""Compare methods that compress the KV cache: right answers, KL divergence and bytes of each.
 
     python -m nanollm                  the short table: main methods, keep ratio 25 %: 15 seconds
-    python -m nanollm --all            every method, keep ratios 50, 25, 12.5 and 6.25 %: ten minutes
+    python -m nanollm --all            every method, keep ratios 50, 25, 12.5, 6.25 %: ten minutes
     python -m nanollm --methods h2o ada_kv+critical --keep 50 25 --json rows.json
     python -m nanollm --tasks hard --model nanollm/tiny_learned --methods full snap_kv kvzip
 
 The table explains its columns. Other commands, each with its own --help:
 
-    python -m nanollm generate         show the entries that a method keeps of a page, or continue a text
+    python -m nanollm generate         show what a method keeps of a page, or continue a text
     python -m nanollm compress         read a text once, and keep its compressed cache in a file
     python -m nanollm ask              answer questions from that file, without the text
     python -m nanollm explore          write docs/index.html, a page in which a decoder runs
-    python -m nanollm claims           test the papers' claims on the decoders that ship, or on yours
+    python -m nanollm claims           test the papers' claims on the decoders that ship, or yours
 """
 
 import argparse

@@ -125,9 +125,7 @@ class Comparison:
         """Return a function that makes a method's caches."""
         variant = self.methods[job.method]
         options = self.options[job.method]
-        return maker(
-            self.model, variant.kind, job.keep_ratio, variant.store, **options
-        )
+        return maker(self.model, variant.kind, job.keep_ratio, variant.store, **options)
 
     def leave_out(self, what: str, error: Exception):
         line = f"{what}: {one_line(error)}"

@@ -42,6 +42,18 @@ LIVE = {  # the methods of methods.js
         "reads the text twice and keeps the entries used while repeating it",
     ),
 }
+# of the decoder's config
+SIZES = (
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "d_model",
+    "d_ff",
+    "vocab_size",
+    "norm_eps",
+    "max_len",
+)
 # Python's result
 STORED = {"quantized_2": ("2 bits", "keeps every entry, with numbers of 2 bits")}
 
@@ -65,49 +77,30 @@ def rounded_model(model):
 
 
 def packed(model, encoding) -> tuple[dict, bytes]:
-    """Return the decoder as lab/explorer/decoder.js reads it: sizes, names, shapes, tokens; and the file.
+    """Return the decoder as lab/explorer/decoder.js reads it: what it is, and its weights.
 
     All 32-bit numbers come first (norms, and a scale for each row of a matrix), then the matrices
     in 8 bits.
     """
     c = model.config
-    small = (
-        isinstance(encoding, tiktoken.Encoding)
-        and sum(p.numel() for p in model.parameters()) < 4e6
-    )
-    if (
-        not small
-        or c.family != "llama"
-        or c.qkv_bias
-        or c.o_bias
-        or c.mlp_bias
-        or not c.tie_embeddings
-    ):
+    parameters = sum(p.numel() for p in model.parameters())
+    small = isinstance(encoding, tiktoken.Encoding) and parameters < 4e6
+    plain = not (c.qkv_bias or c.o_bias or c.mlp_bias) and c.tie_embeddings
+    if not small or not plain or c.family != "llama":
         raise ValueError(
             "this model is too large or of another form than nanollm/tiny; give --text FILE, "
             "and the page shows stored results of this model"
         )
-    tensors, floats, codes = [], [], []
+    tensors = []
+    floats = []
+    codes = []
     for name, weight in model.named_parameters():
         tensors.append([name, list(weight.shape)])
         if weight.dim() == 2:
             code, weight = rounded(weight)
             codes.append(code)
         floats.append(weight.detach().float().cpu())
-    config = {
-        name: getattr(c, name)
-        for name in (
-            "n_layers",
-            "n_heads",
-            "n_kv_heads",
-            "head_dim",
-            "d_model",
-            "d_ff",
-            "vocab_size",
-            "norm_eps",
-            "max_len",
-        )
-    }
+    config = {name: getattr(c, name) for name in SIZES}
     data = b"".join(x.numpy().tobytes() for x in floats + codes)
     ranks = [
         b64encode(encoding.decode_single_token_bytes(i)).decode()
@@ -196,12 +189,16 @@ def curve() -> list[dict]:
 
 
 def index_game(n: int = 64, d: int = 256) -> list[list[float]]:
-    """Play the Index game (Theorem 4.1) with a part of the rows: [share kept, share of right guesses]."""
+    """Play the Index game (Theorem 4.1) with a part of the rows.
+
+    Returns pairs: share of the rows, share of right guesses.
+    """
     bits, keys = deal(n, d)
-    play = lambda m: index_game_four(
-        bits, keys, compress=keep_rows(slice(0, m), n)
-    ).right(bits)
-    return [[m / n, play(m)] for m in (n >> i for i in range(6))]
+    played = []
+    for m in (n >> i for i in range(6)):
+        game = index_game_four(bits, keys, compress=keep_rows(slice(0, m), n))
+        played.append([m / n, game.right(bits)])
+    return played
 
 
 def stored(model, encoding, name: str, text: str, question: str, methods: dict) -> dict:
@@ -240,26 +237,57 @@ def live(model, encoding, name: str, text: str, question: str) -> tuple[dict, by
 
 def page(data: dict, weights: bytes = b"") -> str:
     """Return the whole page, which shows `stored` or `live` results."""
-    read = lambda file: (PARTS / file).read_text()
-    out = read("index.html")
-    for part, content in dict(
+
+    def read(file: str) -> str:
+        return (PARTS / file).read_text()
+
+    contents = dict(
         STYLE=read("style.css"),
         DATA=json.dumps(data).replace("</", "<\\/"),
         PAGE=read("page.js"),
         WORKER=read("decoder.js") + read("methods.js"),
         WEIGHTS=b64encode(weights).decode(),
-    ).items():
-        before, _, after = out.partition(f"/*{part}*/")
-        out = before + content + after
-    return out
+    )
+    text = read("index.html")
+    for part, content in contents.items():
+        before, _, after = text.partition(f"/*{part}*/")
+        text = before + content + after
+    return text
 
 
 def main(argv: list[str]):
+    args = read_options(argv)
+    command_line.check_output(args.out, "page", lambda data: MARK in data)
+    text = PAGE
+    if args.text is not None:
+        text = command_line.read_text(args.text).strip("\n")
+    question = "\n" + args.question
+    model, encoding = loaded(args)
+    check_length(model, text, prompt(model, encoding, text, question)[0])
+
+    some = pick([*LIVE, *STORED])
+    name = args.model.name
+    weights = b""
+    if args.text is None:
+        data, weights = live(model, encoding, name, text, question)
+    else:
+        data = stored(model, encoding, name, text, question, pick([]))
+    if args.beside:
+        name = args.beside.name
+        other = loaded(args, args.beside)
+        data["beside"] = stored(*other, name, text, question, some)
+    out = page(data, weights).encode()
+    command_line.replace(args.out, out)
+    print(f"{args.out}: {len(out) / 1e6:.1f} MB; open it in a browser")
+
+
+def read_options(argv: list[str]) -> argparse.Namespace:
+    """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm explore",
-        description="Write a web page that shows what each method keeps of a text and what it answers. The "
-        "decoder runs in the page. With --text, the page shows stored results instead. "
-        "docs/index.html is of: python -m nanollm explore --beside smollm2",
+        description="Write a web page that shows what each method keeps of a text and what it "
+        "answers. The decoder runs in the page. With --text, the page shows stored results "
+        "instead. docs/index.html is of: python -m nanollm explore --beside smollm2",
     )
     parser.add_argument(
         "--out",
@@ -284,19 +312,4 @@ def main(argv: list[str]):
         "--question", default=QUESTION.strip("\n"), help="default: %(default)r"
     )
     command_line.model_options(parser)
-    args = parser.parse_args(argv)
-    command_line.check_output(args.out, "page", lambda data: MARK in data)
-    text = PAGE if args.text is None else command_line.read_text(args.text).strip("\n")
-    model, encoding = loaded(args)
-    question = "\n" + args.question
-    check_length(model, text, prompt(model, encoding, text, question)[0])
-    what = model, encoding, args.model.name, text, question
-    data, weights = live(*what) if args.text is None else (stored(*what, pick([])), b"")
-    if args.beside:
-        other = loaded(args, args.beside)
-        data["beside"] = stored(
-            *other, args.beside.name, text, question, pick([*LIVE, *STORED])
-        )
-    out = page(data, weights)
-    command_line.replace(args.out, out.encode())
-    print(f"{args.out}: {len(out.encode()) / 1e6:.1f} MB; open it in a browser")
+    return parser.parse_args(argv)

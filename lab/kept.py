@@ -11,10 +11,11 @@ def held(caches: list[Slots], tokens: int) -> Tensor:
     token = torch.arange(tokens, device=caches[0].pos.device)
     layers = []
     for layer in caches:
-        heads = layer.positions().unbind(1)
-        # (B, S, tokens) of one head at a time
-        there = [(head[..., None] == token).any(-2) for head in heads]
-        layers.append(torch.stack(there, 1))
+        heads = []
+        for pos in layer.positions().unbind(1):  # (B, S)
+            there = pos[..., None] == token
+            heads.append(there.any(-2))
+        layers.append(torch.stack(heads, 1))
     return torch.stack(layers, 1)
 
 
@@ -23,9 +24,13 @@ def slots_per_head(caches: list[Slots]) -> float:
 
     The mean allows heads and layers to share budgets. Rounded entries count as exact ones do.
     """
-    live = [layer.positions() != NEVER for layer in caches]
-    heads = sum(layer.shape[1] for layer in live)
-    return sum(layer.sum((1, 2)) for layer in live).max().item() / heads
+    slots = 0  # of each text
+    heads = 0
+    for layer in caches:
+        live = layer.positions() != NEVER  # (B, H, S)
+        slots = slots + live.sum((1, 2))
+        heads += live.shape[1]
+    return slots.max().item() / heads
 
 
 def full_cache_bytes(config, tokens: int, bytes_per_number: int = 2) -> int:

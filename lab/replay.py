@@ -23,12 +23,14 @@ class Recording(NamedTuple):
     pos: Tensor  # (B or 1, T)
 
     def to(self, device: torch.device | str) -> "Recording":
-        return Recording(*(x.to(device) for x in self))
+        here = [x.to(device) for x in self]
+        return Recording(*here)
 
     def tokens(self, start: int | None, stop: int | None) -> "Recording":
         """Return the recording of some of the tokens."""
-        q, k, v = (x[:, :, start:stop] for x in self[:3])
-        return Recording(q, k, v, self.pos[:, start:stop])
+        some = slice(start, stop)
+        q, k, v = (x[:, :, some] for x in self[:3])
+        return Recording(q, k, v, self.pos[:, some])
 
     def split(self, n: int, device: torch.device | str = "cpu"):
         """Yield the recording in pieces of n tokens, on a device."""
@@ -58,8 +60,11 @@ class Recorder(Slots):
         q, pos, y = zip(*self.noted)
         self.noted = []
         q = torch.cat(q, 2)
-        k, v = (x[:, :, -q.shape[2] :].clone() for x in (self.k, self.v))
-        return Recording(q, k, v, torch.cat(pos, 1)), torch.cat(y, 2)
+        n = q.shape[2]
+        k = self.k[:, :, -n:].clone()
+        v = self.v[:, :, -n:].clone()
+        pos = torch.cat(pos, 1)
+        return Recording(q, k, v, pos), torch.cat(y, 2)
 
 
 class CannotReplay(Exception):
@@ -113,23 +118,25 @@ def read(layer: Slots, piece: Recording):
     """Do what `attend` does with a piece, but for the output."""
     layer.write(piece.k, piece.v, piece.pos)
     keys, _, slot_pos, bias = layer.read()
-    if bias is not None or not keys.shape[2] == layer.length == layer.seen:
+    shown = keys.shape[2]
+    if bias is not None or not shown == layer.length == layer.seen:
         raise CannotReplay
     w = min(layer.watch, piece.length)
     p = None
     if w:
         last = piece.tokens(-w, None)
-        p = probabilities(last.q, keys, visible(slot_pos, None, last.pos))
+        mask = visible(slot_pos, None, last.pos)
+        p = probabilities(last.q, keys, mask)
     layer.method.observe(layer, piece.q, p)
 
 
 def check_all(layer: Slots, parts: list[Recording]):
     """Raise CannotReplay unless a store shows exactly the recorded parts."""
     keys, values, slot_pos, _ = layer.read()
-    k, v, pos = (
-        torch.cat([getattr(part, name) for part in parts], dim).to(keys.device)
-        for name, dim in (("k", 2), ("v", 2), ("pos", 1))
-    )
+    k = torch.cat([part.k for part in parts], 2).to(keys.device)
+    v = torch.cat([part.v for part in parts], 2).to(keys.device)
+    pos = torch.cat([part.pos for part in parts], 1).to(keys.device)
+    pos = pos[:, None].expand_as(slot_pos)
     same = torch.equal(keys, k) and torch.equal(values, v)
-    if not (same and torch.equal(slot_pos, pos[:, None].expand_as(slot_pos))):
+    if not same or not torch.equal(slot_pos, pos):
         raise CannotReplay

@@ -1,7 +1,7 @@
 """python -m nanollm claims: test the papers' claims on trained models, yours included.
 
-    python -m nanollm claims                                  both shipped decoders, in two minutes
-    python -m nanollm claims --model smollm2                  a pretrained decoder: 15 minutes on two cores
+    python -m nanollm claims                                  both shipped decoders: two minutes
+    python -m nanollm claims --model smollm2                  a pretrained decoder: 15 minutes
     python -m nanollm claims --model FOLDER --claims P6 C1    your model beside these three
 
 Beside your model, the other columns are those of lab/stored/claims.json, which the first two
@@ -140,9 +140,7 @@ def is_ours(data: bytes) -> bool:
 
 
 def is_finding(row) -> bool:
-    return (
-        isinstance(row, dict) and {"claim", "rule", "model", "verdict"} <= row.keys()
-    )
+    return isinstance(row, dict) and {"claim", "rule", "model", "verdict"} <= row.keys()
 
 
 def stored_rows(args: argparse.Namespace, own: str) -> dict[tuple[str, str], dict]:

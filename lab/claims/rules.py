@@ -1,6 +1,8 @@
 """The rules as code: one function for each claim that can be tested on a trained model.
 
-    judge("P6", Subject(model, Tasks(encoding, "test")))    # or: python -m nanollm claims --model FOLDER
+    judge("P6", Subject(model, Tasks(encoding, "test")))
+
+python -m nanollm claims does so for all of them.
 
 A function has its claim's ID as its name; the papers' files beside this one have the rule in words.
 Claims about equations or random draws have no rule. If a number lies within two standard errors of
@@ -69,7 +71,7 @@ from nanollm.tokenizer import boundaries
 LITTLE = 0.02  # a rise of −log p, in nats a token, that still counts as no cost
 
 
-# ---- CriticalKV ---
+# ---- CriticalKV ----
 
 
 def P2(on: Subject) -> Finding:
@@ -247,7 +249,7 @@ def P13(on: Subject) -> Finding:
     return Finding(above(grown), numbers)
 
 
-# ---- ChunkKV ---
+# ---- ChunkKV ----
 
 
 def C1(on: Subject) -> Finding:
@@ -299,7 +301,7 @@ def C2(on: Subject) -> Finding:
     return Finding(verdict, means(alike | pairs))
 
 
-# ---- KVReviver ---
+# ---- KVReviver ----
 
 
 def R4(on: Subject) -> Finding:
@@ -419,7 +421,7 @@ def R10(on: Subject) -> Finding:
 
 
 def R11(on: Subject) -> Finding:
-    """Measure −log p of the texts' last eighth at a tenth of the bytes, with and without sketch."""
+    """Measure −log p of the texts' last eighth at a tenth of the bytes, with and without a sketch."""
     paper = on.rise(KVReviver, 0.1, slack=0, vague=0.1)
     none = on.rise(KVReviver, 0.1, slack=0, vague=0.0)
     verdict = of_large(on.model, below(mean(paper), LITTLE))
@@ -471,7 +473,7 @@ def R15(on: Subject) -> Finding:
     )
 
 
-# ---- Scissorhands ---
+# ---- Scissorhands ----
 
 
 def S7(on: Subject) -> Finding:
@@ -511,36 +513,34 @@ def S9(on: Subject) -> Finding:
     return Finding(below(more, LITTLE), numbers)
 
 
-CLAIMS = {
-    rule.__name__: rule
-    for rule in (
-        P2,
-        P3,
-        P5,
-        P6,
-        P7,
-        P8,
-        P10,
-        P11,
-        P12,
-        P13,
-        C1,
-        C2,
-        R4,
-        R5,
-        R6,
-        R9,
-        R10,
-        R11,
-        R12,
-        R13,
-        R14,
-        R15,
-        S7,
-        S8,
-        S9,
-    )
-}
+JUDGED = [
+    P2,
+    P3,
+    P5,
+    P6,
+    P7,
+    P8,
+    P10,
+    P11,
+    P12,
+    P13,
+    C1,
+    C2,
+    R4,
+    R5,
+    R6,
+    R9,
+    R10,
+    R11,
+    R12,
+    R13,
+    R14,
+    R15,
+    S7,
+    S8,
+    S9,
+]
+CLAIMS = {rule.__name__: rule for rule in JUDGED}
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ class Finding(NamedTuple):
     why: str = ""  # why there is no verdict, or why the claim cannot hold
 
 
-# ---- verdicts ---
+# ---- verdicts ----
 
 
 def means(x: dict[str, Tensor]) -> dict[str, Number]:
@@ -228,9 +228,10 @@ class Subject:
         }
 
     def of_text(self, name: str, keep_ratio: float = 0.25) -> dict[str, Tensor]:
-        """Return `continued` for a method of METHODS, with the changes ‖o − ô‖₁ (texts, L, H·G).
+        """Return `continued` for a method of METHODS, with `l1_alone`.
 
-        l1_alone: with only one layer compressed. l1: with the layers below compressed too.
+        It is ‖o − ô‖₁ (texts, L, H·G) with only one layer compressed; `l1` is that with the layers
+        below compressed, too.
         """
         kind, options = METHODS[name]
         return self.continued(kind, keep_ratio, alone=True, **options)
