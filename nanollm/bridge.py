@@ -188,8 +188,13 @@ class Bridged:
         """Return each layer's angles per token, from eight equal tokens; see `rotations`."""
         caches = make_cache(self)
         token = min(5, self.config.vocab_size - 1)
+        tokens = torch.full((1, 8), token, device=self.embed.weight.device)
+        self.attach()
+        attachment = self.model.attachment
+        interrupted = attachment.memory  # a method may ask in the midst of another call
         with torch.no_grad():
-            self(torch.full((1, 8), token, device=self.embed.weight.device), caches)
+            self(tokens, caches)
+        attachment.memory = interrupted
         return rotations(self.model, [cache.k for cache in caches])
 
     @property

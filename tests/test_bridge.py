@@ -16,10 +16,10 @@ from methods.baselines.streaming_llm import StreamingLLM
 from methods.critical_kv import Critical
 from nanollm import TINY, checkpoint, tokenizer
 from nanollm.bridge import Bridged, attach, detach
-from nanollm.cache import LayerCache, begin_turn, compress, crop, make_cache
-from nanollm.generate import prefill, tell_chunk_ends
+from nanollm.cache import Method, begin_turn, compress, crop, make_cache
+from nanollm.generate import prefill
 from nanollm.model import rope, rotate
-from lab.registry import given, pick
+from lab.methods_by_name import pick
 
 V, T = 97, 40
 SHAPE = dict(
@@ -149,18 +149,20 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
     *models, encoding = both
     ids = encoding.encode("A method keeps some of these tokens. " * 9)
     tokens = torch.tensor([ids[:90], ids[5:95]])
-    ends = tokenizer.boundaries(encoding, encoding.n_vocab)[tokens[:, :-1]]
-    Method, results = pick([name])[name], []
-    options = given(Method, budget=40, window_size=8)
+    variant = pick([name])[name]
+    g = torch.Generator().manual_seed(0)
+    gates = torch.randn(6, 385, 3, generator=g)
+    ends = tokenizer.boundaries(encoding, encoding.n_vocab)
+    options = variant.given(budget=40, window_size=8, gates=gates, ends=ends)
+    results = []
     for model in models:
-        caches = make_cache(model, Method, **options)
+        caches = make_cache(model, variant.kind, variant.store, **options)
         prefill(model, tokens[:, :-1], caches, 64)
-        tell_chunk_ends(caches, ends)
         compress(model, tokens[:, :-1], caches)
         results.append((model(tokens[:, -1:], caches), caches))
     (expected, ours), (logits, theirs) = results
     # between two codes, the last digit decides
-    few_bits = "quantized" in name or name.endswith("_4")
+    few_bits = "quantized" in name or "@" in name
     torch.testing.assert_close(
         logits, expected, atol=1e-3 if few_bits else 1e-4, rtol=0
     )
@@ -482,11 +484,11 @@ SNAP_KV = (SnapKV, dict(budget=12, window_size=4))
 @pytest.mark.parametrize(
     "family, Method, options",
     [
-        ("Llama", LayerCache, {}),
+        ("Llama", Method, {}),
         ("Llama", *SNAP_KV),
         ("Llama", H2O, dict(budget=12)),
         ("GPT2", *SNAP_KV),  # learned positions
-        ("OPT", LayerCache, {}),  # counts positions by the mask itself
+        ("OPT", Method, {}),  # counts positions by the mask itself
     ],
 )
 def test_texts_padded_on_the_left_are_answered_as_alone(family, Method, options, sizes):
@@ -651,13 +653,20 @@ def test_each_layer_is_asked_how_it_rotates(monkeypatch, family, config, turns):
     model = tiny(family)
     memory = attach(model)
     model(torch.full((1, 9), 7), past_key_values=memory)
-    for cache, turn in zip(memory.caches, turns):
-        assert turn == (None if cache.freq is None else float(cache.freq.any()))
-        if turn is not None:
-            moved = rotate(cache.k[:, :, :1], *rope(cache.freq, torch.tensor([8])))
-            torch.testing.assert_close(moved, cache.k[:, :, 8:], atol=1e-4, rtol=0)
+    for layer, turn in zip(memory.caches, turns):
+        if turn is None:
+            with pytest.raises(
+                ValueError, match="how this model rotates its keys is not known"
+            ):
+                layer.freq
+            continue
+        assert turn == float(layer.freq.any())
+        moved = rotate(layer.k[:, :, :1], *rope(layer.freq, torch.tensor([8])))
+        torch.testing.assert_close(moved, layer.k[:, :, 8:], atol=1e-4, rtol=0)
     if None in turns:
-        with pytest.raises(ValueError, match="relative positions need RoPE"):
+        with pytest.raises(
+            ValueError, match="how this model rotates its keys is not known"
+        ):
             attach(model, StreamingLLM, budget=8)
 
 

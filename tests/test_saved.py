@@ -12,14 +12,15 @@ from common import ENCODING, checkpoint_of_two_layers, decoder, tasks
 from nanollm import LEARNED, TINY
 from nanollm.__main__ import main
 from nanollm.bridge import attach
-from nanollm.cache import LayerCache, compress, make_cache
+from nanollm.cache import Method, compress, make_cache
 from nanollm.checkpoint import from_hf, hf_model
-from nanollm.generate import prefill, tell_chunk_ends
+from nanollm.generate import prefill
 from nanollm.saved import header, load, save
 from nanollm.tokenizer import boundaries
 from lab import ask
-from lab.example_page import PAGE
-from lab.registry import given, pick
+from methods.baselines.snap_kv import SnapKV
+from lab.one_page import PAGE
+from lab.methods_by_name import Variant, pick
 
 METHODS, ROOT = pick([]), Path(__file__).parents[1]
 
@@ -29,16 +30,23 @@ def model():
     return from_hf(TINY)
 
 
+def caches_of(model, variant, **options):
+    """Return fresh caches of a method's name, with what it would have learned of the model."""
+    c = model.config
+    width = (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 1
+    g = torch.Generator().manual_seed(0)
+    gates = torch.randn(c.n_layers, width, c.n_kv_heads, generator=g)
+    ends = boundaries(ENCODING, 2048)
+    options = variant.given(gates=gates, ends=ends, **options)
+    return make_cache(model, variant.kind, variant.store, **options)
+
+
 @torch.no_grad()
-def read(model, Method, B=2, T=120, **options):
+def read(model, variant, B=2, T=120, **options):
     """Return caches after a prompt, and the tokens that follow it."""
     tokens = torch.from_numpy(tasks("test").batch("plain", 0, B, T + 8).tokens)
-    heads = ((0, 0), (1, 1)) if "heads" in given(Method, heads=0) else ()
-    caches = make_cache(
-        model, Method, **given(Method, budget=40, window_size=8, heads=heads) | options
-    )
+    caches = caches_of(model, variant, budget=40, window_size=8, **options)
     prefill(model, tokens[:, :T], caches, 64)
-    tell_chunk_ends(caches, boundaries(ENCODING, 2048)[tokens[:, :T]])
     compress(model, tokens[:, :T], caches)
     return caches, tokens[:, T:]
 
@@ -55,7 +63,7 @@ def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(name, tmp_path)
     caches, after = read(model, METHODS[name])
     file = tmp_path / "page.cache"
     save(caches, file, method=name)
-    fresh = make_cache(model, METHODS[name], **header(file)["options"])
+    fresh = caches_of(model, METHODS[name], **header(file)["options"])
     load(file, fresh)
     assert header(file)["note"] == dict(method=name)
     assert all(
@@ -70,14 +78,16 @@ def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(name, tmp_path)
 ELSEWHERE = """
 import sys, torch
 sys.path.append(ROOT)
-from lab.registry import pick
+from lab.methods_by_name import pick
 from nanollm.cache import make_cache
 from nanollm.checkpoint import from_hf
 from nanollm.saved import header, load
 folder, *names = sys.argv[1:]
 model, after, logits = from_hf(folder), torch.load(f"{folder}/after.pt"), {}
 for name in names:
-    caches = make_cache(model, pick([name])[name], **header(f"{folder}/{name}")["options"])
+    variant = pick([name])[name]
+    options = variant.given(gates=torch.zeros(1), **header(f"{folder}/{name}")["options"])
+    caches = make_cache(model, variant.kind, variant.store, **options)
     load(f"{folder}/{name}", caches)
     with torch.no_grad():
         logits[name] = torch.cat([model(token, caches) for token in after.split(1, 1)], 1)
@@ -89,7 +99,7 @@ torch.save(logits, f"{folder}/logits.pt")
 def test_a_file_is_answered_bit_for_bit_in_another_process(typed, tmp_path):
     model, expected = from_hf(checkpoint_of_two_layers(tmp_path)), {}
     for name in (
-        "kvzip_4",
+        "kvzip@4",
         "quantized_4",
         "snap_kv",
         "kvzip_fast",
@@ -112,16 +122,18 @@ def test_a_file_is_answered_bit_for_bit_in_another_process(typed, tmp_path):
     ] == []
 
 
-class Odd(LayerCache):
+class Odd(Method):
     """Full attention with a state that a file cannot hold."""
 
-    def evict(self):
-        self.factor = object()
+    def evict(self, layer):
+        layer.state["factor"] = object()
 
 
 def test_a_state_that_a_file_cannot_hold_is_named(model, tmp_path):
-    with pytest.raises(ValueError, match="Odd cannot be saved: its factor is a object"):
-        save(read(model, Odd)[0], tmp_path / "page.cache")
+    with pytest.raises(
+        ValueError, match="Odd cannot be saved: its state.factor is a object"
+    ):
+        save(read(model, Variant(Odd, {}))[0], tmp_path / "page.cache")
     caches = make_cache(model)
     prefill(model, torch.arange(20)[None], caches)
     with pytest.raises(ValueError, match="the prompt has not ended"):
@@ -144,7 +156,7 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
         with pytest.raises(ValueError, match=message):
             load(
                 file,
-                make_cache(other, METHODS[name], **header(file)["options"] | changed),
+                caches_of(other, METHODS[name], **header(file)["options"] | changed),
             )
     with pytest.raises(ValueError, match="have seen 120 tokens"):
         load(file, caches)
@@ -152,13 +164,14 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
     save_file(dict(x=torch.ones(2)), tmp_path / "weights")
     (tmp_path / "cut").write_bytes(file.read_bytes()[:500])
     (tmp_path / "later").write_bytes(
-        file.read_bytes().replace(b'version\\": 3', b'version\\": 4')
+        file.read_bytes().replace(b'version\\": 4', b'version\\": 3')
     )
-    for name in "weights", "cut", "later":
-        with pytest.raises(
-            ValueError,
-            match=f"{name} is not a saved cache, of another version, or damaged",
-        ):
+    for name, message in (
+        ("weights", "weights is not a saved cache, or damaged"),
+        ("cut", "cut is not a saved cache, or damaged"),
+        ("later", "later is a saved cache of version 3, and this code reads version 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
             header(tmp_path / name)
 
 
@@ -166,11 +179,11 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
 def test_a_memory_of_the_bridge_is_saved_and_loaded(tmp_path):
     bridged, file = hf_model(TINY), tmp_path / "page.cache"
     tokens = torch.from_numpy(tasks("test").batch("plain", 0, 1, 90).tokens)
-    memory = attach(bridged, METHODS["snap_kv"], budget=40, window_size=8)
+    memory = attach(bridged, SnapKV, budget=40, window_size=8)
     bridged(tokens[:, :80], past_key_values=memory)
     memory.compress(tokens[:, :80])
     save(memory, file)
-    fresh = attach(bridged, METHODS["snap_kv"], **header(file)["options"])
+    fresh = attach(bridged, SnapKV, **header(file)["options"])
     load(file, fresh)
     logits = [
         bridged(tokens[:, 79:], past_key_values=x).logits for x in (memory, fresh)

@@ -31,12 +31,12 @@ class SinkSlots(Slots):
         super().__init__(*place)
         # (B, H, sinks, D), rotated by their positions in the text
         self.sink_keys = None
-        if self.model is not None and getattr(self.model, "positions", None):
+        _ = self.freq  # ValueError if how the model rotates is not known
+        if getattr(self.model, "positions", None):
             raise ValueError(
                 "relative positions need RoPE over whole heads, which this model does not have; "
                 "use streaming_llm_absolute"
             )
-        self.angles = self.freq  # ValueError if they are unknown
 
     def evict(self):
         super().evict()
@@ -45,7 +45,8 @@ class SinkSlots(Slots):
         if sinks and gap:
             if self.sink_keys is None:
                 self.sink_keys = self.k[:, :, :sinks].clone()
-            angles = rope(self.angles, torch.tensor([gap], device=self.angles.device))
+            freq = self.freq
+            angles = rope(freq, torch.tensor([gap], device=freq.device))
             self.k[:, :, :sinks] = rotate(self.sink_keys, *angles)
 
     def stored(self) -> list[Stored]:
