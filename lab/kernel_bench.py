@@ -1,6 +1,6 @@
-"""Time each kernel on a GPU, beside the least time that the GPU allows and PyTorch's attention.
+"""Time each kernel on a GPU, beside the least time that it allows and PyTorch's attention.
 
-    python -m lab.kernel_bench                                                  # all sizes: some minutes
+    python -m lab.kernel_bench                                        # all sizes: some minutes
     python -m lab.kernel_bench --lengths 8192 --batches 1 16 --json rows.json
     python -m lab.kernel_bench --methods full ada_kv ada_kv+critical --lengths 32768 --batches 1
 
@@ -8,11 +8,11 @@ Single kernels have the shapes of one layer of an 8-billion Llama 3: 8 key/value
 heads for each, head dim 128, bf16. Times are medians in µs of CUDA graphs, without the launch from
 Python. Inputs of some megabytes stay in the GPU's cache.
 
-    bound    the least time on this GPU: of the bytes at its memory's nominal speed, or of the operations at
-             the measured speed of a large matrix product, whichever is longer
+    bound    the least time on this GPU: of the bytes at its memory's nominal speed, or of the
+             operations at the measured speed of a large matrix product, whichever is longer
     bound ×  bound / kernel
-    sdpa     PyTorch's scaled_dot_product_attention, the fastest of its implementations. Heads of unlike
-             length (ragged) are padded for it. A dash: it cannot compute this
+    sdpa     PyTorch's scaled_dot_product_attention, the fastest of its implementations. Heads of
+             unlike length (ragged) are padded for it. A dash: it cannot compute this
     sdpa ×   sdpa / kernel
 
 --methods times a decoder of that Llama's shape, with random weights: `end` compresses the caches to
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import date
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, product
 import json
 from pathlib import Path
 from statistics import median
@@ -60,82 +60,78 @@ def cases(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cuda",
 ) -> Iterator[tuple]:
-    """Yield (name, kernel, sdpa, bytes, operations) for B sequences of n tokens: functions to time,
-    or None.
+    """Yield (name, kernel, sdpa, bytes, operations) for B sequences of n tokens.
 
-    Run each before taking the next, because they share inputs.
+    kernel and sdpa are functions to time; sdpa may be None. Run each before taking the next,
+    because they share inputs.
     """
-    from kernels import decode_attention as decode, pair_attention as pair
-
     # here, as Triton runs on Linux only
+    from kernels import decode_attention as decode, pair_attention as pair
     from kernels import value_norms as norms, window_scores as window
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=dtype, device=device)
 
-    q, k, v = draw(B, H, G, D), draw(B, H, n, D), draw(B, H, n, D)
-    even, half = [decode.Segment.of(k, v)], k.nbytes
-    product = 2 * q.numel() * n  # operations of q kᵀ
+    q = draw(B, H, G, D)
+    k = draw(B, H, n, D)
+    v = draw(B, H, n, D)
+    even = [decode.Segment.of(k, v)]
+    half = k.nbytes
+    q_by_k = 2 * q.numel() * n  # operations of q kᵀ
     yield (
         "decode_attention",
         lambda: decode.decode_attention(q, even)[0],
         lambda: F.scaled_dot_product_attention(q, k, v),
         2 * half,
-        2 * product,
+        2 * q_by_k,
     )
     yield (
         "decode_attention sums",
         lambda: decode.decode_attention(q, even, sums=True)[1][0],
         None,
         2 * half + 4 * B * H * n,
-        2 * product,
+        2 * q_by_k,
     )
 
     count = torch.linspace(0.2 * n, 1.8 * n, B * H, device=device).int()
     longest = int(count.max())
-    padded_k, padded_v = draw(B, H, longest, D), draw(B, H, longest, D)
+    padded_k = draw(B, H, longest, D)
+    padded_v = draw(B, H, longest, D)
     used = torch.arange(longest, device=device) < count.view(B, H, 1)
-    ragged = [
-        decode.Segment(
-            padded_k[used], padded_v[used], count.cumsum(0) - count, count, longest
-        )
-    ]
+    start = count.cumsum(0) - count
+    ragged = decode.Segment(padded_k[used], padded_v[used], start, count, longest)
     yield (
         "decode_attention ragged",
-        lambda: decode.decode_attention(q, ragged)[0],
-        lambda: F.scaled_dot_product_attention(
-            q, padded_k, padded_v, used.unsqueeze(2)
-        ),
-        2 * ragged[0].k.nbytes,
-        2 * product,
+        lambda: decode.decode_attention(q, [ragged])[0],
+        lambda: F.scaled_dot_product_attention(q, padded_k, padded_v, used[:, :, None]),
+        2 * ragged.k.nbytes,
+        2 * q_by_k,
     )
 
-    queries, w_o, k2, v2 = (
-        draw(B, H, G, 32, D),
-        draw(H * G * D, H * G, D),
-        draw(B, H, n, D),
-        draw(B, H, n, D),
-    )
+    queries = draw(B, H, G, 32, D)
     yield (
         "window_scores",
         lambda: window.window_scores(queries, k),
         None,
         half + 4 * B * H * G * n,
-        32 * product,
+        32 * q_by_k,
     )
+    w_o = draw(H * G * D, H * G, D)
     yield (
         "value_norms",
         lambda: norms.value_norms(v, w_o),
         None,
         half,
-        H * G * D * product,
+        H * G * D * q_by_k,
     )
+    k2 = draw(B, H, n, D)
+    v2 = draw(B, H, n, D)
     yield (
         "tensor_attention",
         lambda: pair.tensor_attention(q, k, k2, v, v2),
         None,
         4 * half,
-        2 * n * product,
+        2 * n * q_by_k,
     )
 
 
@@ -149,21 +145,18 @@ def microseconds(run: Callable) -> float:
 
 
 def sdpa(run: Callable) -> float:
-    """Return the time of a run with the fastest of PyTorch's implementations of attention that can
-    do it."""
-    times = []
-    for backend in (
+    """Return the time of a run with the fastest of PyTorch's implementations that can do it."""
+    backends = (
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
-    ):
+    )
+    times = []
+    for backend in backends:
         # flash attention takes no mask, for example
-        with (
-            suppress(RuntimeError),
-            catch_warnings(action="ignore"),
-            sdpa_kernel(backend),
-        ):
-            times.append(microseconds(run))
+        with suppress(RuntimeError), catch_warnings(action="ignore"):
+            with sdpa_kernel(backend):
+                times.append(microseconds(run))
     return min(times)
 
 
@@ -181,7 +174,8 @@ def measured(lengths: list[int], batches: list[int], **shape) -> Iterator[dict]:
     for n in lengths:
         for B in batches:
             for name, run, peer, moved, operations in cases(B, n, **shape):
-                kernel, other = microseconds(run), peer and sdpa(peer)
+                kernel = microseconds(run)
+                other = peer and sdpa(peer)
                 bound = max(moved / bytes_per_us, operations / operations_per_us)
                 yield {
                     "case": name,
@@ -196,33 +190,27 @@ def measured(lengths: list[int], batches: list[int], **shape) -> Iterator[dict]:
 
 
 def decoding(methods: dict, B: int, T: int) -> Iterator[dict]:
-    """Yield rows for each method, with and without kernels: a compression and a decoding step, in ms.
+    """Yield rows for each method, with and without kernels: its compression and step, in ms.
 
     The decoder has the shape of Llama 3 8B and random weights; B prompts of T random tokens, a
     quarter stays.
     """
+    config = Config(
+        vocab_size=128_256,
+        max_len=T + 32,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        d_model=4096,
+        d_ff=14_336,
+        rope_theta=5e5,
+    )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = (
-            Decoder(
-                Config(
-                    vocab_size=128_256,
-                    max_len=T + 32,
-                    n_layers=32,
-                    n_heads=32,
-                    n_kv_heads=8,
-                    d_model=4096,
-                    d_ff=14_336,
-                    rope_theta=5e5,
-                )
-            )
-            .to("cuda")
-            .eval()
-        )
+        model = Decoder(config).to("cuda").eval()
     torch.set_default_dtype(torch.float32)
-    tokens = torch.randint(
-        128_256, (B, T), generator=torch.Generator().manual_seed(0)
-    ).cuda()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (B, T), generator=generator).cuda()
     for name, variant in methods.items():
         options = variant.given(budget=T // 4)
         for kernel_switch.use_kernels in False, True:
@@ -230,9 +218,8 @@ def decoding(methods: dict, B: int, T: int) -> Iterator[dict]:
                 caches = make_cache(model, variant.kind, variant.store, **options)
                 prefill(model, tokens, caches, 8192)
                 at_end = seconds(lambda: compress(model, tokens, caches))
-            step = median(
-                seconds(lambda: model(tokens[:, :1], caches)) for _ in range(21)
-            )
+            decode = lambda: model(tokens[:, :1], caches)
+            step = median(seconds(decode) for _ in range(21))
             yield {
                 "method": name,
                 "kernels": "yes" if kernel_switch.use_kernels else "no",
@@ -256,19 +243,16 @@ def seconds(run: Callable) -> float:
 
 def show(rows: list[dict]) -> str:
     """Return the rows as a text table."""
-    text = lambda x, digits: (
-        "–" if x is None else f"{x:.{digits}f}" if isinstance(x, float) else str(x)
-    )
-    return text_table(
-        [
-            [*rows[0]],
-            *(
-                [text(x, 1 + (key[-1] == "×")) for key, x in row.items()]
-                for row in rows
-            ),
-        ],
-        WIDTHS,
-    )
+
+    def cell(name: str, x) -> str:
+        if x is None:
+            return "–"
+        if not isinstance(x, float):
+            return str(x)
+        return f"{x:.2f}" if name.endswith("×") else f"{x:.1f}"
+
+    cells = [[cell(name, x) for name, x in row.items()] for row in rows]
+    return text_table([[*rows[0]], *cells], WIDTHS)
 
 
 def main(argv: list[str]):
@@ -331,21 +315,16 @@ def main(argv: list[str]):
         machine=f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
     )
     with torch.inference_mode():
-        rows = (
-            chain(
-                *(
-                    decoding(pick(args.methods), B, n)
-                    for n in args.lengths
-                    for B in args.batches
-                )
-            )
-            if args.methods
-            else measured(args.lengths, args.batches)
-        )
+        rows = measured(args.lengths, args.batches)
+        if args.methods:
+            methods = pick(args.methods)
+            sizes = product(args.lengths, args.batches)
+            rows = chain.from_iterable(decoding(methods, B, n) for n, B in sizes)
         for row in rows:
-            print(
-                "\n".join(show([row]).splitlines()[bool(result["rows"]) :]), flush=True
-            )
+            lines = show([row]).splitlines()
+            if result["rows"]:
+                lines = lines[1:]  # the header stands above the first row
+            print("\n".join(lines), flush=True)
             result["rows"].append(row)
             if args.json:
                 replace(args.json, json.dumps(result, indent=1).encode())

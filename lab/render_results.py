@@ -1,7 +1,7 @@
 """Write RESULTS.md from the stored rows, or run the commands that measure them.
 
     python -m lab.render_results             # write RESULTS.md from the stored rows
-    python -m lab.render_results all speed   # run these sections' commands first, and store their rows
+    python -m lab.render_results all speed   # first run these sections' commands, and store rows
     python -m lab.render_results --check     # fail if RESULTS.md differs from the stored rows
 
 A comparison that was interrupted goes on: its rows are in lab/stored/NAME.0.part and so on.
@@ -24,29 +24,19 @@ from nanollm import SHIPPED
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "lab" / "stored"
 TARGET = ROOT / "RESULTS.md"
-COMPARED = (
-    "smollm2",
-    "window",
-    "window_built",
-    "window_learned",
-    "long",
-    "long_built",
-    "long_learned",
-    # the sections of python -m nanollm
-    "hard",
-    "news",
-    "news_built",
-    "short",
-    "all",
-    "learned",
-)
+COMPARISON = re.compile(r"python -m nanollm(?! claims)")
+# by the beginning of any other command: what lays out its rows
+RENDERERS = {
+    "python -m nanollm claims": claims_renderer,
+    "python -m lab.kernel_bench": kernel_bench,
+    "python -m lab.speed": speed,
+}
 
 # sections.md has the words before the tables; SECTIONS: title, command and words by name
 HEAD, *PARTS, FOOT = (ROOT / "lab" / "sections.md").read_text().strip().split("\n\n## ")
 SECTION = re.compile(r"(\w+) · (.+)\n`(.+)`\n\n((?s:.+))")
-SECTIONS = {
-    name: words for name, *words in (SECTION.fullmatch(part).groups() for part in PARTS)
-}
+MATCHES = [SECTION.fullmatch(part).groups() for part in PARTS]
+SECTIONS = {name: about for name, *about in MATCHES}
 
 
 def rows(name: str) -> list[dict]:
@@ -62,21 +52,21 @@ def by_method(name: str) -> dict[tuple[str, float | None], dict]:
 def run(name: str):
     """Run a section's commands and store their rows. CalledProcessError if one fails."""
     _, commands, _ = SECTIONS[name]
-    machine = (
-        f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}"
-    )
-    measured, parts = [], []
+    system = f"{platform.machine()}, {platform.system()}"
+    machine = f"{system}, Python {platform.python_version()}"
+    measured = []
+    parts = []
     for i, command in enumerate(commands.split(" && ")):
-        parts.append(STORED / f"{name}.{i}.part")
-        words = [*shlex.split(command)[1:], "--json", str(parts[-1])]
-        subprocess.run(
-            [sys.executable, *words, *(["--resume"] if name in COMPARED else [])],
-            cwd=ROOT,
-            check=True,
-        )
-        new = json.loads(parts[-1].read_text())
+        part = STORED / f"{name}.{i}.part"
+        parts.append(part)
+        words = [*shlex.split(command)[1:], "--json", str(part)]
+        if COMPARISON.match(command):
+            words.append("--resume")
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+        new = json.loads(part.read_text())
         if isinstance(new, dict):
-            new, machine = new["rows"], new["machine"]
+            machine = new["machine"]
+            new = new["rows"]
         # claims repeats what it stored first
         measured = [row for row in measured if row not in new] + new
         write(name, commands, machine, str(date.today()), measured)
@@ -87,26 +77,43 @@ def run(name: str):
 
 
 def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
-    """Store rows as JSON, one per line, without the numbers of each document, which take megabytes."""
-    head = json.dumps(
-        dict(command=command, machine=machine, date=date), indent=1, ensure_ascii=False
-    )
-    lines = ",\n".join(
-        json.dumps(
-            {key: x for key, x in row.items() if key not in ("each", "model")}
-            if name in COMPARED
-            else row,
-            ensure_ascii=False,
-        )
-        for row in rows
-    )
-    (STORED / f"{name}.json").write_text(f'{head[:-2]},\n "rows": [\n{lines}\n]}}\n')
+    """Store rows as JSON, one per line.
+
+    Those of the comparison lose the numbers of each document, which take megabytes.
+    """
+    about = dict(command=command, machine=machine, date=date)
+    head = json.dumps(about, indent=1, ensure_ascii=False)
+    lines = []
+    for row in rows:
+        if "keep_ratio" in row:
+            row = {key: x for key, x in row.items() if key not in ("each", "model")}
+        lines.append(json.dumps(row, ensure_ascii=False))
+    body = ",\n".join(lines)
+    (STORED / f"{name}.json").write_text(f'{head[:-2]},\n "rows": [\n{body}\n]}}\n')
+
+
+def shown(command: str, rows: list[dict]) -> str:
+    """Return the rows of a command as text."""
+    if "keep_ratio" in rows[0]:  # the comparison; the file has all keep ratios
+        quarter = [row for row in rows if row["keep_ratio"] in (None, 0.25)]
+        lines = [table.show(row, short=True) for row in quarter]
+        return "\n".join([table.header(quarter[0], short=True), *lines])
+    for beginning, renderer in RENDERERS.items():
+        if command.startswith(beginning):
+            return renderer.show(rows)
+    return plain(rows)
 
 
 def plain(rows: list[dict]) -> str:
     """Return rows with the same keys as a text table."""
-    cell = lambda x: "" if x is None else f"{x:.2f}" if isinstance(x, float) else str(x)
-    return text_table([[*rows[0]], *([*map(cell, row.values())] for row in rows)])
+
+    def cell(x) -> str:
+        if x is None:
+            return ""
+        return f"{x:.2f}" if isinstance(x, float) else str(x)
+
+    cells = [[cell(x) for x in row.values()] for row in rows]
+    return text_table([[*rows[0]], *cells])
 
 
 def section(name: str) -> str:
@@ -118,40 +125,15 @@ def section(name: str) -> str:
             f"error: stored/{name}.json is of `{stored['command']}`, not of `{command}`; "
             f"run python -m lab.render_results {name}"
         )
-    if name in COMPARED:
-        # the file has all
-        shown = [row for row in stored["rows"] if row["keep_ratio"] in (None, 0.25)]
-        lines = [
-            table.header(shown[0], short=True),
-            *(table.show(row, short=True) for row in shown),
-        ]
-        text = "\n".join(lines)
-    else:
-        others = dict(
-            claims=claims_renderer,
-            claims_news=claims_renderer,
-            kernels=kernel_bench,
-            decoding=kernel_bench,
-            speed=speed,
-            cost=speed,
-        )
-        text = (
-            others[name].show(stored["rows"])
-            if name in others
-            else plain(stored["rows"])
-        )
+    text = shown(command, stored["rows"]).strip("\n")
     source = f"`{command}` ({stored['date']}, {stored['machine']})"
-    return f"## {title}\n\n{words}\n\n{source}:\n\n```\n{text.strip(chr(10))}\n```"
+    return f"## {title}\n\n{words}\n\n{source}:\n\n```\n{text}\n```"
 
 
 def trained() -> str:
     """Return a table with a column for each shipped decoder, from the reports of its training."""
-    runs = [
-        json.loads((folder / "train.json").read_text()) for folder in SHIPPED.values()
-    ]
-    percent = lambda x: (
-        f"{100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} %" if x else "–"
-    )
+    reports = [folder / "train.json" for folder in SHIPPED.values()]
+    runs = [json.loads(report.read_text()) for report in reports]
     cells = [
         ["", *SHIPPED],
         ["---"] * (1 + len(runs)),
@@ -159,33 +141,34 @@ def trained() -> str:
         ["minutes", *(f"{run['minutes']:.0f}" for run in runs)],
         ["training tokens", *(f"{run['training_tokens'] / 1e6:.1f} M" for run in runs)],
         ["parameters", *(f"{run['parameters'] / 1e6:.2f} M" for run in runs)],
-        ["documents a task", *(str(run["documents_per_figure"]) for run in runs)],
+        ["documents a task", *(f"{run['documents_per_figure']}" for run in runs)],
     ]
-    cells += [
-        [
-            name.replace("_", " "),
-            *(percent(run["exact_match"].get(name)) for run in runs),
-        ]
-        for name in dict.fromkeys(name for run in runs for name in run["exact_match"])
-    ]
-    cells.append(
-        [
-            "bits per byte of text",
-            *(f"{run['bits_per_byte']['model']:.2f}" for run in runs),
-        ]
-    )
+    for task in dict.fromkeys(task for run in runs for task in run["exact_match"]):
+        accuracies = [percent(run["exact_match"].get(task)) for run in runs]
+        cells.append([task.replace("_", " "), *accuracies])
+    bits = [f"{run['bits_per_byte']['model']:.2f}" for run in runs]
+    cells.append(["bits per byte of text", *bits])
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def percent(accuracy: dict | None) -> str:
+    if accuracy is None:
+        return "–"
+    value, error = accuracy["value"], accuracy["standard_error"]
+    return f"{100 * value:.1f} ± {100 * error:.1f} %"
 
 
 def rendered() -> str:
     """Return the text of RESULTS.md."""
-    terms = (
-        f"Columns of the tables of `python -m nanollm`:\n\n```\n{table.terms()}\n```"
-    )
-    return (
-        "\n\n".join((HEAD, terms, *map(section, SECTIONS), f"## {FOOT}\n\n{trained()}"))
-        + "\n"
-    )
+    parts = [
+        HEAD,
+        "Columns of the tables of `python -m nanollm`:",
+        f"```\n{table.terms()}\n```",
+        *map(section, SECTIONS),
+        f"## {FOOT}",
+        trained(),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def main(argv: list[str]):
@@ -195,10 +178,11 @@ def main(argv: list[str]):
                 "error: RESULTS.md differs from the stored rows; run lab.render_results"
             )
         return
-    if unknown := [name for name in argv if name not in SECTIONS]:
-        raise SystemExit(
-            f"error: unknown section {unknown[0]!r}; known are {', '.join(SECTIONS)}"
-        )
+    for name in argv:
+        if name not in SECTIONS:
+            raise SystemExit(
+                f"error: unknown section {name!r}; known are {', '.join(SECTIONS)}"
+            )
     for name in argv:
         run(name)
     TARGET.write_text(rendered())

@@ -50,7 +50,7 @@ METHODS = (
     "key_diff",
 )
 STEPS = 4  # decoding steps after a prompt, of which the fastest counts
-SHORT = 0.5  # seconds; ends whose rounds take less get more rounds
+SHORT = 0.5  # seconds; an end whose rounds take less gets more of them
 TERMS = """Times in ms, {threads} threads, keep ratio {keep:g} %, fastest of {rounds} rounds.
 prompt    reading the prompts of the batch with the full cache
 end       compressing the cache once, at the prompts' end
@@ -62,8 +62,12 @@ process   by how many MiB the process has grown for them, as the operating syste
 
 
 def fastest(run: Callable, rounds: int, least: float = 0) -> float:
-    """Return the milliseconds of the fastest of some rounds, which take at least `least` seconds in all."""
-    times, first = [], perf_counter()
+    """Return the milliseconds of the fastest of some rounds.
+
+    More rounds follow until they have taken `least` seconds in all.
+    """
+    times = []
+    first = perf_counter()
     while len(times) < rounds or perf_counter() - first < least:
         began = perf_counter()
         run()
@@ -72,7 +76,7 @@ def fastest(run: Callable, rounds: int, least: float = 0) -> float:
 
 
 def resident() -> int:
-    """Return the bytes of memory that this process holds, after it has returned what it no longer needs."""
+    """Return the bytes of memory that this process holds, once it has freed what it can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
@@ -84,20 +88,25 @@ def resident() -> int:
 def at_the_end(
     model, tokens: Tensor, recording: list[Recording], make: Callable
 ) -> list:
-    """Return new caches that have read the prompt: the recording, or tokens (B, T) if they cannot
-    replay."""
+    """Return new caches that have read the prompt.
+
+    They replay the recording, or read tokens (B, T) if they cannot replay.
+    """
+    caches = make()
     try:
-        replay([recording], caches := make())
+        replay([recording], caches)
     except CannotReplay:
-        prefill(model, tokens, caches := make())
+        caches = make()
+        prefill(model, tokens, caches)
     return caches
 
 
 def end_and_step(
     model, tokens: Tensor, recording: list[Recording], make: Callable, rounds: int
 ) -> dict:
-    """Return a method's times at the end of a prompt and after it, its bytes, and the process's growth."""
-    times, first = [], perf_counter()
+    """Return a method's times at a prompt's end and after it, its bytes, the process's growth."""
+    times = []
+    first = perf_counter()
     while len(times) < rounds or perf_counter() - first < SHORT:
         caches = at_the_end(model, tokens, recording, make)
         times.append(fastest(lambda: compress(model, tokens, caches), 1))
@@ -107,7 +116,8 @@ def end_and_step(
     before = resident()
     caches = at_the_end(model, tokens, recording, make)
     compress(model, tokens, caches)
-    held, grown = cache_bytes(caches)[1], resident() - before
+    held = cache_bytes(caches)[1]
+    grown = resident() - before
     return dict(end=min(times), step=step, MiB=held / 2**20, process=grown / 2**20)
 
 
@@ -115,7 +125,7 @@ def end_and_step(
 
 
 def presses(keep: float) -> dict:
-    """Return kvpress's presses by our names, {} if it is not installed. keep: keep ratio in percent."""
+    """Return kvpress's presses by our names; {} if it is not installed. keep: in percent."""
     try:
         import kvpress
     except ImportError:
@@ -160,21 +170,19 @@ class Peer:
         # each layer's arguments; timed after the prompt, as ours are: no layer is in a CPU cache
         layers = []
 
-        class First(BasePress):
+        class KeepsArguments(BasePress):
             def compress(_, *arguments):
                 layers.append(arguments)
                 return self.presses["snap_kv"].compress(*arguments)
 
         for press in self.presses.values():
             press.post_init_from_model(self.model)
-        with First()(self.model):
+        with KeepsArguments()(self.model):
             self.prompt(tokens)
-        times = {
-            name: fastest(
-                lambda: [press.compress(*layer) for layer in layers], rounds, SHORT
-            )
-            for name, press in self.presses.items()
-        }
+        times = {}
+        for name, press in self.presses.items():
+            run = lambda: [press.compress(*layer) for layer in layers]
+            times[name] = fastest(run, rounds, SHORT)
         for module, *_ in layers:
             # AdaKV's, which hide entries in place of evicting them
             module.masked_key_indices = None
@@ -198,6 +206,9 @@ def measured(
 
     ValueError, before any work, if a method cannot use its budget.
     """
+    learned = {}
+    for name, variant in methods.items():
+        learned[name] = calibrated(variant, model, encoding)
 
     def maker(name: str, T: int) -> Callable:
         variant = methods[name]
@@ -205,69 +216,54 @@ def measured(
         options = variant.given(budget=budget, **learned[name])
         return lambda: make_cache(model, variant.kind, variant.store, **options)
 
-    learned = {
-        name: calibrated(variant, model, encoding) for name, variant in methods.items()
-    }
-    rows = []
     for name, (_, T) in product(methods, sizes):
         maker(name, T)()  # raises ValueError if a method cannot use its budget
+    rows = []
     for B, T in sizes:
-        tokens = torch.randint(
-            model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(T)
-        )
-        about = dict(
-            tokens=T, batch=B, keep=keep, rounds=rounds, threads=torch.get_num_threads()
-        )
+        generator = torch.Generator().manual_seed(T)
+        tokens = torch.randint(model.config.vocab_size, (B, T), generator=generator)
         read = lambda: prefill(model, tokens, make_cache(model))
+        peer_reads = lambda: peer.prompt(tokens)
+        peer_steps = lambda: peer.step(tokens)
         if not rows:  # the first run of either would take longer
             read()
-            peer.prompt(tokens)
-        ours, theirs = zip(
-            *[
-                (fastest(read, 1), fastest(lambda: peer.prompt(tokens), 1))
-                for _ in range(rounds)
-            ]
-        )
-        prompt = {"prompt": min(ours), "peer's prompt": min(theirs)}
-        steps = {"full": fastest(lambda: peer.step(tokens), STEPS)}
-        if ends := peer.ends(tokens, rounds):
-            steps["snap_kv"] = fastest(lambda: peer.step(tokens), STEPS)
+            peer_reads()
+        ours = []
+        theirs = []
+        for _ in range(rounds):
+            ours.append(fastest(read, 1))
+            theirs.append(fastest(peer_reads, 1))
+        steps = {"full": fastest(peer_steps, STEPS)}
+        ends = peer.ends(tokens, rounds)
+        if ends:
+            steps["snap_kv"] = fastest(peer_steps, STEPS)
         peer.cache = None
         recording = record(model, make_cache(model, store=Recorder), tokens)
         for name in tqdm(methods, f"{T} tokens, batch {B}", leave=False, disable=None):
-            row = end_and_step(model, tokens, recording, maker(name, T), rounds)
-            rows.append(
-                about
-                | {"method": name}
-                | (prompt if name == "full" else {})
-                | row
-                | {"peer's end": ends.get(name), "peer's step": steps.get(name)}
-            )
+            row = dict(tokens=T, batch=B, keep=keep, rounds=rounds)
+            row |= dict(threads=torch.get_num_threads(), method=name)
+            if name == "full":
+                row |= {"prompt": min(ours), "peer's prompt": min(theirs)}
+            row |= end_and_step(model, tokens, recording, maker(name, T), rounds)
+            row |= {"peer's end": ends.get(name), "peer's step": steps.get(name)}
+            rows.append(row)
     return rows
 
 
 def show(rows: list[dict]) -> str:
     """Return the rows as a text table, with its terms."""
     number = lambda x: "" if x is None else f"{x:.4g}"
-    cells = [
-        [
-            "tokens",
-            "batch",
-            "method",
-            *(
-                name
-                for phase in ("prompt", "end", "step")
-                for name in (phase, "peer", "×")
-            ),
-            "MiB",
-            "process",
-        ]
-    ]
+    phases = "prompt", "end", "step"
+    header = ["tokens", "batch", "method"]
+    for phase in phases:
+        header += [phase, "peer", "×"]
+    cells = [[*header, "MiB", "process"]]
     for row in rows:
         line = [str(row["tokens"]), str(row["batch"]), row["method"]]
-        for phase in "prompt", "end", "step":
+        for phase in phases:
             ours, peer = row.get(phase), row.get(f"peer's {phase}")
-            line += [number(ours), number(peer), f"{peer / ours:.2f}" if peer else ""]
+            ratio = f"{peer / ours:.2f}" if peer else ""
+            line += [number(ours), number(peer), ratio]
         cells.append([*line, number(row["MiB"]), number(row["process"])])
     return f"{text_table(cells)}\n\n{TERMS.format(**rows[0])}"
 
@@ -283,7 +279,8 @@ def main(argv: list[str]):
         "--model",
         type=Path,
         default=TINY,
-        help="folder of a checkpoint of Llama's form, a GGUF file, or smollm2; default nanollm/tiny",
+        help="folder of a checkpoint of Llama's form, a GGUF file, or smollm2; "
+        "default nanollm/tiny",
     )
     option(
         "--methods",
@@ -336,9 +333,8 @@ def main(argv: list[str]):
 
     sizes = [(B, T) for T in args.lengths for B in args.batches]
     methods = pick(["full", *args.methods])
-    rows = measured(
-        model, encoding, Peer(model, args.keep), methods, sizes, args.keep, args.rounds
-    )
+    peer = Peer(model, args.keep)
+    rows = measured(model, encoding, peer, methods, sizes, args.keep, args.rounds)
     print(show(rows))
     if args.json:
         command_line.replace(args.json, json.dumps(rows, indent=1).encode())

@@ -1,4 +1,4 @@
-"""Lay out the claims as text: the command's tables, and CLAIMS.md with stored and recorded numbers.
+"""Lay out the claims as text: the command's tables, and CLAIMS.md with all numbers.
 
 Each paper has a file beside this one: `# Paper`, the version that was read, symbols, then for each
 claim
@@ -10,10 +10,10 @@ claim
 
     Details.
 
-If a trained model decides the claim, the number is the rule's of SmolLM2 in lab/stored/claims.json,
-by its name there: {P7.heads with a lower L:.2f} ± {P7.heads with a lower L ±:.2f}; of another
-decoder, too: {P7.heads with a lower L @built:.2f}. Other numbers are recorded by tests that are
-marked `@pytest.mark.claim("S3")`: note("S3", draws=80, smallest_eps=x).
+If a trained model decides the claim, its numbers stand in lab/stored/claims.json, by name: on
+SmolLM2 {P7.heads with a lower L:.2f} ± {P7.heads with a lower L ±:.2f}, on another decoder
+{P7.heads with a lower L @built:.2f}. Other numbers are recorded by tests that are marked
+`@pytest.mark.claim("S3")`: note("S3", draws=80, smallest_eps=x).
 """
 
 from itertools import groupby
@@ -34,8 +34,8 @@ ROOT = FOLDER.parents[1]
 MODELS = SMOLLM2, *SHIPPED
 VERDICTS = HOLDS, "holds after a fix", NOT, UNTESTED, OPEN
 CLAIM = re.compile(
-    rf"([A-Z]\d+) · ({'|'.join(VERDICTS)})(?: · notebook (\d\d))?\n(.+)\n(Rule.+\n)?> (.+)\n"
-    r"((?s:.*))"
+    rf"([A-Z]\d+) · ({'|'.join(VERDICTS)})(?: · notebook (\d\d))?\n"
+    r"(.+)\n(Rule.+\n)?> (.+)\n((?s:.*))"
 )
 PLACEHOLDER = re.compile(r"\{([A-Z]\d+\.[^{}:]+)(?::([^{}]*))?\}")
 
@@ -52,17 +52,14 @@ class Claim(NamedTuple):
     @property
     def lesson(self) -> str:
         """Return the path of the claim's notebook, or "" without one."""
-        return "".join(
-            str(x.relative_to(ROOT))
-            for x in ROOT.glob(f"notebooks/{self.notebook}_*.ipynb")
-        )
+        books = ROOT.glob(f"notebooks/{self.notebook}_*.ipynb")
+        return "".join(str(book.relative_to(ROOT)) for book in books)
 
 
 def texts() -> str:
     """Return all papers' files, one after the other."""
-    return "\n".join(
-        file.read_text() for file in sorted(FOLDER.glob("*.md")) if file.stem != "head"
-    )
+    files = [file for file in sorted(FOLDER.glob("*.md")) if file.stem != "head"]
+    return "\n".join(file.read_text() for file in files)
 
 
 def parse(text: str) -> dict[str, list[Claim]]:
@@ -70,14 +67,16 @@ def parse(text: str) -> dict[str, list[Claim]]:
     papers = {}
     for paper in re.split(r"^# ", text, flags=re.M)[1:]:
         head, *parts = re.split(r"^## ", paper, flags=re.M)
-        papers[head.strip()] = claims = []
+        claims = []
         for part in parts:
-            if not (found := CLAIM.fullmatch(part)):
+            found = CLAIM.fullmatch(part)
+            if not found:
                 raise ValueError(
                     f"'## {part.splitlines()[0]}' must be '## ID · verdict · notebook NN', "
                     "then the claim's line, its 'Rule' line if any, and '> ' with the number"
                 )
-            claims.append(Claim(*((x or "").strip() for x in found.groups())))
+            claims.append(Claim(*(x.strip() for x in found.groups(""))))
+        papers[head.strip()] = claims
     return papers
 
 
@@ -97,10 +96,11 @@ def table(judged: list[dict]) -> str:
         ["verdict by the rule", *(row["verdict"] for row in judged)],
     ]
     for name in dict.fromkeys(name for row in judged for name in row["numbers"]):
-        numbers = [row["numbers"].get(name) for row in judged]
-        rows.append(
-            [name, *("{:.3g} ± {:.1g}".format(*x) if x else "" for x in numbers)]
-        )
+        cells = [name]
+        for row in judged:
+            number = row["numbers"].get(name)
+            cells.append("{:.3g} ± {:.1g}".format(*number) if number else "")
+        rows.append(cells)
     why = [f"{row['model']}: {row['why']}" for row in judged if row["why"]]
     return "\n".join([text_table(rows, [36] + [16] * len(judged)), *why])
 
@@ -108,23 +108,15 @@ def table(judged: list[dict]) -> str:
 def show(rows: list[dict], rule: bool = False) -> str:
     """Return each claim of the command's rows with its table, and if asked for with its rule."""
     texts = []
-    for _, judged in groupby(rows, key=lambda row: row["claim"]):
-        judged = list(judged)
-        texts.append(
-            fill("{claim}  {says}".format(**judged[0]), 100, subsequent_indent="    ")
-            + "\n"
-        )
+    for _, group in groupby(rows, key=lambda row: row["claim"]):
+        judged = list(group)
+        first = judged[0]
+        claim = f"{first['claim']}  {first['says']}"
+        lines = [fill(claim, 100, subsequent_indent="    ")]
         if rule:
-            texts[-1] += (
-                fill(
-                    judged[0]["rule"],
-                    100,
-                    initial_indent="    ",
-                    subsequent_indent="    ",
-                )
-                + "\n"
-            )
-        texts[-1] += indent(table(judged), "    ")
+            lines.append(indent(fill(first["rule"], 96), "    "))
+        lines.append(indent(table(judged), "    "))
+        texts.append("\n".join(lines))
     return "\n\n".join(texts)
 
 
@@ -135,8 +127,8 @@ def filled(text: str, values: dict[str, object]) -> str:
     """Replace each {ID.name:format} by the recorded value of that name."""
 
     def formatted(found: re.Match) -> str:
-        value = values[found[1]]
-        return format(value, found[2] or "").replace("-", "−").replace("%", " %")
+        number = format(values[found[1]], found[2] or "")
+        return number.replace("-", "−").replace("%", " %")
 
     return PLACEHOLDER.sub(formatted, text)
 
@@ -147,34 +139,30 @@ def check(
     """Raise a ValueError unless files, tests, rules, notebooks and stored rows fit together."""
     claims = sum(parse(text).values(), [])
     ids = {claim.id for claim in claims}
-    decided = {(x.id, model, x.rule) for x in claims if x.rule for model in MODELS}
+    ruled = {claim.id: claim.rule for claim in claims if claim.rule}
+    tested = {claim.id for claim in claims if claim.verdict != UNTESTED} - ruled.keys()
+    recorded = {name for name, _ in PLACEHOLDER.findall(text)}
+    half_ruled = ruled.keys() ^ CLAIMS.keys()
+    decided = {(name, model, rule) for name, rule in ruled.items() for model in MODELS}
+    rows = {(row["claim"], row["model"], row["rule"]) for row in stored}
     wrong = {
-        "claims without a test": {
-            x.id for x in claims if not x.rule and x.verdict != UNTESTED
-        }
-        - tests.keys(),
+        "claims without a test": tested - tests.keys(),
         "markers of unknown claims": tests.keys() - ids,
-        "claims with a rule only in words or only in code": {
-            x.id for x in claims if x.rule
-        }
-        ^ CLAIMS.keys(),
-        "values that nobody recorded": {name for name, _ in PLACEHOLDER.findall(text)}
-        - values.keys(),
+        "claims with a rule only in words or only in code": half_ruled,
+        "values that nobody recorded": recorded - values.keys(),
         "claims without a row in lab/stored/claims.json, or with another rule or model there": {
-            name
-            for name, *_ in decided
-            ^ {(x["claim"], x["model"], x["rule"]) for x in stored}
+            name for name, *_ in decided ^ rows
         },
     }
-    if wrong := [
-        f"{what}: {', '.join(sorted(which))}" for what, which in wrong.items() if which
-    ]:
-        raise ValueError("; ".join(wrong))
+    messages = [f"{what}: {', '.join(sorted(x))}" for what, x in wrong.items() if x]
+    if messages:
+        raise ValueError("; ".join(messages))
 
 
 def of_claim(claim: Claim, tests: set[str], rows: list[dict]) -> tuple[str, str]:
     """Return a claim's row of the table, and its details with links to its tests and notebook."""
-    by_rule, decided = {row["model"]: row["verdict"] for row in rows}, ""
+    by_rule = {row["model"]: row["verdict"] for row in rows}
+    decided = ""
     if len({*by_rule.values()}) > 1:
         each = "; ".join(f"*{model}*: {by_rule[model]}" for model in MODELS)
         decided = f"{claim.rule} The verdict turns with the decoder. {each}."
@@ -188,11 +176,13 @@ def of_claim(claim: Claim, tests: set[str], rows: list[dict]) -> tuple[str, str]
         *(by_rule.get(model, "") for model in MODELS),
         claim.number,
     )
+    row = " | ".join(cell.replace("|", r"\|") for cell in cells)
+
     files = sorted({test.partition("::")[0] for test in tests})
     links = [f"[{Path(file).stem}]({file})" for file in files]
-    links += [f"[notebook {claim.notebook}]({claim.lesson})"] if claim.lesson else []
+    if claim.lesson:
+        links.append(f"[notebook {claim.notebook}]({claim.lesson})")
     parts = f"### {claim.id}", claim.details, decided, "; ".join(links)
-    row = " | ".join(cell.replace("|", r"\|") for cell in cells)
     return f"| {row} |", "\n\n".join(filter(None, parts))
 
 
@@ -202,14 +192,14 @@ def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
     recorded: a test's node id, and ("claim", "S3") of its marker or ("S3.draws", 80) of what it
     measured. stored: rows that `python -m nanollm claims` wrote of the three decoders.
     """
-    tests, values = {}, {}
+    tests = {}
+    values = {}
     for row in stored:
-        of = "" if row["model"] == SMOLLM2 else f" @{row['model']}"
-        for name, (x, error) in row["numbers"].items():
-            values |= {
-                f"{row['claim']}.{name}{of}": x,
-                f"{row['claim']}.{name}{of} ±": error,
-            }
+        decoder = "" if row["model"] == SMOLLM2 else f" @{row['model']}"
+        for number, (x, error) in row["numbers"].items():
+            name = f"{row['claim']}.{number}{decoder}"
+            values[name] = x
+            values[f"{name} ±"] = error
     for node, name, value in recorded:
         if name == "claim":
             tests.setdefault(value, set()).add(node.partition("[")[0])
@@ -220,21 +210,16 @@ def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
             )
     check(texts(), tests, values, stored)
     parts = [f"# Claims of the papers\n\n{(FOLDER / 'head.md').read_text().strip()}"]
+    header = f"| ID | claim | verdict | {' | '.join(MODELS)} | number |\n|{'---|' * 7}"
     for paper, claims in parse(filled(texts(), values)).items():
-        rows, details = zip(
-            *(
-                of_claim(
-                    claim,
-                    tests.get(claim.id, set()),
-                    [row for row in stored if row["claim"] == claim.id],
-                )
-                for claim in claims
-            )
-        )
-        header = (
-            f"| ID | claim | verdict | {' | '.join(MODELS)} | number |\n|{'---|' * 7}"
-        )
-        parts += [f"## {paper}", "\n".join([header, *rows]), *details]
+        lines = [header]
+        details = []
+        for claim in claims:
+            rows = [row for row in stored if row["claim"] == claim.id]
+            line, detail = of_claim(claim, tests.get(claim.id, set()), rows)
+            lines.append(line)
+            details.append(detail)
+        parts += [f"## {paper}", "\n".join(lines), *details]
     return "\n\n".join(parts) + "\n"
 
 
@@ -242,10 +227,8 @@ def write_or_compare(
     recorded: list[tuple[str, str, object]], write: bool, file=ROOT / "CLAIMS.md"
 ) -> str:
     """Write CLAIMS.md, or raise a ValueError if it is stale; return a message."""
-    text = page(
-        recorded,
-        json.loads((ROOT / "lab" / "stored" / "claims.json").read_text())["rows"],
-    )
+    stored = json.loads((ROOT / "lab" / "stored" / "claims.json").read_text())
+    text = page(recorded, stored["rows"])
     if write:
         file.write_text(text)
     elif not file.exists() or file.read_text() != text:

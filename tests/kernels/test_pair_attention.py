@@ -84,7 +84,8 @@ def test_large_scores_and_any_tiles(poisoned):
     assert (of_rows - of_heads.unsqueeze(1)).min() < -150
 
     expected = by_formula(*x)
-    for rows, columns in ((16, 16), (16, 64), (64, 16)):
+    tiles = (16, 16), (16, 64), (64, 16)
+    for rows, columns in tiles:
         y = tensor_attention(*x, rows=rows, columns=columns)
         assert same(y, expected, 2e-4, 1e-5), (rows, columns)
 

@@ -1,99 +1,113 @@
 """The time of each phase: of the right part, the fastest of all rounds, beside the peer's."""
 
 import json
-from time import sleep
+from types import SimpleNamespace
 
 import pytest
 
 from common import ENCODING, checkpoint_of_two_layers, decoder
 from lab import speed
-from nanollm.cache import LayerCache, cache_bytes
+from lab.registry import pick
 
 
-class SlowAtFirst(LayerCache):
-    """Takes 0.02 s for a step, and to compress 0.5 s, then 0.3 s."""
+class Clock:
+    """A clock that stands still until something that takes time is called."""
 
-    compressed = []
+    def __init__(self):
+        self.now = 0.0
 
-    def attend(self, q, k, v, pos):
-        sleep(0.02)
-        return super().attend(q, k, v, pos)
+    def __call__(self) -> float:
+        return self.now
 
-    @classmethod
-    def compress(cls, model, tokens, caches):
-        sleep(0.3 if cls.compressed else 0.5)
-        cls.compressed.append(tokens.shape)
+    def takes(self, *seconds: float):
+        """Return a function that takes these seconds: its first call, its second, …"""
+        left = [*seconds]
+
+        def run(*_):
+            self.now += left.pop(0)
+
+        return run
 
 
-def test_each_phase_has_its_own_time_and_the_fastest_round_counts():
-    model, methods = (
-        decoder(n_layers=1, vocab_size=2048),
-        dict(full=LayerCache, slow=SlowAtFirst),
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(speed, "perf_counter", clock)
+    return clock
+
+
+def test_the_fastest_round_counts_in_milliseconds(clock):
+    assert speed.fastest(clock.takes(3, 0.25, 2), rounds=3) == 250
+
+
+def test_short_rounds_are_repeated(clock):
+    assert speed.fastest(clock.takes(0.5, 0.75, 0.125, 1), rounds=1, least=2) == 125
+    assert clock.now == 2.375
+
+
+def test_each_phase_has_its_own_time_bytes_and_growth(clock, monkeypatch):
+    model = decoder(n_layers=1, vocab_size=2048)
+
+    def reads(_, inputs, __):  # 1/64 s a token
+        clock.now += inputs[0].shape[1] / 64
+
+    model.register_forward_hook(reads)
+    # per method: three rounds, and once more for the memory
+    ends = clock.takes(0.5, 0.25, 4, 0.125, 1, 2, 0.75, 0.125)
+    compress = speed.compress
+
+    def slow_compress(*arguments):
+        ends()
+        compress(*arguments)
+
+    monkeypatch.setattr(speed, "compress", slow_compress)
+    mib = iter([10, 13, 20, 24])  # before and after each method's caches
+    monkeypatch.setattr(speed, "resident", lambda: next(mib) * 2**20)
+    monkeypatch.setattr(speed, "cache_bytes", lambda caches: (0, 5 * 2**20))
+    peer = SimpleNamespace(
+        prompt=clock.takes(0.125, 3, 1, 2),  # the first call warms up
+        step=clock.takes(*[0.125] * speed.STEPS, *[0.25] * speed.STEPS),
+        ends=lambda tokens, rounds: {"snap_kv": 1500.0},
     )
-    peer = speed.Peer(model, 25)
-    peer.prompt = lambda tokens: sleep(0.2)
-    peer.step = lambda tokens: sleep(0.1)
-    full, slow = speed.measured(model, ENCODING, peer, methods, [(3, 7)], 25, rounds=3)
-    assert SlowAtFirst.compressed == 4 * [(3, 7)]  # the last for the memory
-    # milliseconds
-    assert 20 < slow["step"] < 100 < full["peer's step"] < 200 < full["peer's prompt"]
-    assert full["prompt"] < 200 and 300 < slow["end"] < 500
-
-
-def test_the_process_grows_by_what_the_caches_hold():
-    model, before = decoder(n_layers=1), speed.resident()
-    cache = LayerCache()
-    cache.link(model, 0)
-    x = speed.torch.ones(1, 2, 2**19, 8)
-    grown = speed.resident() - before
-    # the process may give back a few pages of its own
-    assert 0.99 * x.nbytes < grown < 1.04 * x.nbytes
-    cache.write(x, x, speed.torch.arange(2**19)[None])
-    held = cache_bytes([cache])[1]
-    assert 0.99 * held < speed.resident() - before - grown < 1.04 * held
+    full, h2o = pick(["full", "h2o"]).values()
+    methods = dict(full=full, snap_kv=h2o)
+    rows = speed.measured(model, ENCODING, peer, methods, [(3, 16)], 25, rounds=3)
+    table = [line.split() for line in speed.show(rows).splitlines()]
+    phases = "prompt peer × end peer × step peer ×".split()
+    assert table[0] == ["tokens", "batch", "method", *phases, "MiB", "process"]
+    assert table[1] == "16 3 full 250 1000 4.00 250 15.62 125 8.00 5 3".split()
+    assert table[2] == "16 3 snap_kv 750 1500 2.00 15.62 250 16.00 5 4".split()
 
 
 def test_the_command_in_a_new_process(typed, tmp_path):
-    done = typed(
-        "python",
-        "-m",
-        "lab.speed",
-        "--model",
-        checkpoint_of_two_layers(tmp_path),
-        "--methods",
-        "snap_kv",
-        "chunk_kv",
-        "quantized_2",
-        "--lengths",
-        140,
-        "--batches",
-        1,
-        2,
-        "--rounds",
-        1,
-        "--json",
-        tmp_path / "rows.json",
-    )
+    checkpoint = checkpoint_of_two_layers(tmp_path)
+    file = tmp_path / "rows.json"
+    options = "--methods snap_kv chunk_kv quantized_2 --lengths 140 --batches 1 2"
+    words = f"--model {checkpoint} {options} --rounds 1 --json {file}".split()
+    done = typed("python", "-m", "lab.speed", *words)
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows = json.loads(file.read_text())
     assert done.stdout == speed.show(rows) + "\n"
     names = "full", "snap_kv", "chunk_kv", "quantized_2"
-    assert [(row["tokens"], row["batch"], row["method"]) for row in rows] == [
-        (T, B, name) for T in (140,) for B in (1, 2) for name in names
-    ]
+    measured = [(row["tokens"], row["batch"], row["method"]) for row in rows]
+    assert measured == [(140, B, name) for B in (1, 2) for name in names]
     for row in rows:
         assert row["end"] > 0 and row["step"] > 0 and row["MiB"] > 0
-        assert (
-            ("prompt" in row)
-            == (row["method"] == "full")
-            == (row["peer's step"] is not None)
-        )
+        is_full = row["method"] == "full"
+        assert ("prompt" in row) == is_full == (row["peer's step"] is not None)
 
-    for wrong, message in (
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
         ("--lengths 64", "budget 16 must exceed the window"),
         ("--lengths 800", "length 800 must be a whole number from 1 to 792"),
         ("--batches 0", "batch 0 must be"),
-        (f"--json {tmp_path}/config.json", f"{tmp_path}/config.json holds something"),
-    ):
-        with pytest.raises(ValueError, match=f"^{message}"):
-            speed.main(["--model", str(tmp_path), *wrong.split()])
+        ("--json config.json", "config.json holds something"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(wrong, message, monkeypatch, tmp_path):
+    checkpoint_of_two_layers(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        speed.main(["--model", str(tmp_path), *wrong.split()])

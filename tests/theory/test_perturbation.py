@@ -1,4 +1,4 @@
-"""CriticalKV's theorems on random heads in float64 and where they stop; the least θ; the model's heads."""
+"""Test CriticalKV's theorems on random heads in float64, the least θ, and the model's heads."""
 
 from itertools import combinations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common import tasks
-from exact import F64, at_most, check, close, seeded, seeds
+from exact import F64, at_most, check, close, seeded, seeds, vector
 from methods.critical_kv import two_stage
 from methods.ours.theta import least_theta, theta
 from methods.theory.perturbation import (
@@ -21,34 +21,39 @@ from methods.theory.perturbation import (
 from nanollm import TINY, checkpoint
 from nanollm.ranking import top
 
-sizes, sharpness = st.integers(2, 9), st.sampled_from([0.3, 1.0, 3.0])
+sizes = st.integers(2, 9)
+sharpness = st.sampled_from([0.3, 1.0, 3.0])
 
 
 def draw(seed, n, sharp=1.0):
     """Return a head's logits (n,), values (n, 3), some zero or equal, and W_O (3, 5)."""
     g = seeded(seed)
-    q, k, v, w_o = (
-        torch.randn(*shape, generator=g, dtype=F64)
-        for shape in ((3,), (n, 3), (n, 3), (3, 5))
-    )
+    normal = lambda *shape: torch.randn(shape, generator=g, dtype=F64)
+    q = normal(3)
+    k = normal(n, 3)
+    v = normal(n, 3)
+    w_o = normal(3, 5)
     return sharp * k @ q, v.round(), w_o
 
 
 def head(seed, n, sharp=1.0):
     """Return weights A (n,), projected values 𝒱 (n, 5) and their norms (n,)."""
     logits, v, w_o = draw(seed, n, sharp)
-    return logits.softmax(-1), v @ w_o, (v @ w_o).abs().sum(-1)
+    values = v @ w_o
+    return logits.softmax(-1), values, values.abs().sum(-1)
 
 
 def mask(n, *kept):
-    return torch.zeros(n, dtype=torch.bool).index_fill(
-        0, torch.tensor(kept, dtype=torch.long), True
-    )
+    """Return a mask (n,) that is True for these entries."""
+    result = torch.zeros(n, dtype=torch.bool)
+    result[[*kept]] = True
+    return result
 
 
 def sets(n, size):
     """Return every set of this size, (sets, n)."""
-    return torch.stack([mask(n, *kept) for kept in combinations(range(n), size)])
+    choices = combinations(range(n), size)
+    return torch.stack([mask(n, *kept) for kept in choices])
 
 
 # ---- definitions and bounds ---
@@ -68,26 +73,29 @@ def test_the_largest_weight_misleads_if_its_value_is_0_but_not_a_sink(
     name, weights, by_weight, by_product, note
 ):
     A, norms = torch.tensor([weights, [0, 1, 1, 1.5]], dtype=F64)
+    heaviest = top(A, 3)
     product = two_stage(mask(4), A * norms, 3)  # α = 0
-    assert (top(A, 3) == mask(4, 0, 1, 2)).all() and (product == mask(4, 1, 2, 3)).all()
-    kept, dropped = perturbation(A, norms.diag(), torch.stack((top(A, 3), product)))
-    assert close(kept, by_weight) and close(dropped, by_product)
+    assert (heaviest == mask(4, 0, 1, 2)).all()
+    assert (product == mask(4, 1, 2, 3)).all()
+    kept = perturbation(A, norms.diag(), heaviest)
+    dropped = perturbation(A, norms.diag(), product)
+    assert close(kept, by_weight)
+    assert close(dropped, by_product)
     note("P1", **{f"{name}_kept": kept, f"{name}_dropped": dropped})
 
 
 @check("P1 P2", seeds, sizes, sharpness)
 def test_l_is_the_change_under_a_softmax_over_the_kept_keys_alone(seed, n, sharp):
     logits, v, w_o = draw(seed, n, sharp)
-    weights, kept = logits.softmax(-1), sets(n, 1 + seed % n)
-    for some, L, after in zip(
-        kept, perturbation(weights, v @ w_o, kept), masked_attention(weights, kept)
-    ):
+    weights = logits.softmax(-1)
+    before = weights @ v @ w_o
+    for kept in sets(n, 1 + seed % n):
         # Theorem 1
-        assert close(after, logits.masked_fill(~some, -torch.inf).softmax(-1))
-        assert close(
-            L,
-            (weights @ v @ w_o - logits[some].softmax(-1) @ v[some] @ w_o).abs().sum(),
-        )
+        masked = logits.masked_fill(~kept, -torch.inf)
+        assert close(masked_attention(weights, kept), masked.softmax(-1))
+        after = logits[kept].softmax(-1) @ v[kept] @ w_o
+        L = perturbation(weights, v @ w_o, kept)
+        assert close(L, (before - after).abs().sum())
 
 
 @check("P3", seeds, sizes, sharpness)
@@ -95,49 +103,51 @@ def test_theta_is_eq_10_a_bound_and_tight_where_nothing_cancels(seed, n, sharp):
     """θ is Eq. 10 and bounds L; both are equal if kept and evicted values oppose."""
     weights, values, norms = head(seed, n, sharp)
     for size in range(1, n + 1):
-        bound = theta(weights, norms, kept := sets(n, size))
+        kept = sets(n, size)
+        bound = theta(weights, norms, kept)
         assert at_most(perturbation(weights, values, kept), bound)
-        assert close(
-            bound, ((weights - masked_attention(weights, kept)).abs() * norms).sum(-1)
-        )
+        moved = (weights - masked_attention(weights, kept)).abs()
+        assert close(bound, (moved * norms).sum(-1))
 
     kept = sets(n, 1 + seed % n)
+    bound = theta(weights, norms, kept)
     opposed = torch.where(kept[..., None], -values.abs(), values.abs())
-    for tight in (norms.diag(), opposed):
-        assert close(perturbation(weights, tight, kept), theta(weights, norms, kept))
+    assert close(perturbation(weights, norms.diag(), kept), bound)
+    assert close(perturbation(weights, opposed, kept), bound)
 
 
 def theta_relaxed(weights, norms, first, second):
     """Return θ̂_relax: θ̂ with M = min ‖𝒱_i‖₁ for every entry of stage 2 (Theorem 4, Eq. 18)."""
+    factor = 2 - 1 / assumption_1(weights, first)
     least = norms.amin(-1) * (weights * second).sum(-1)
-    return (
-        theta_hat(weights, norms, first, torch.zeros_like(second))
-        - (2 - 1 / assumption_1(weights, first)) * least
-    )
+    without = theta_hat(weights, norms, first, torch.zeros_like(second))
+    return without - factor * least
 
 
 @check("P4", seeds, sizes, sharpness)
 def test_stage_2_has_the_least_theta_hat_above_half_else_the_most(seed, n, sharp):
     """Stage 2 has the least θ̂ if σ > 1/2, else the largest; θ̂ ≥ θ either way."""
     weights, _, norms = head(seed, n, sharp)
-    first, seconds = (
-        top(weights, taken := 1 + seed % (n // 2)),
-        sets(n, 1 + seed // n % (n - taken)),
-    )
+    size = 1 + seed % (n // 2)
+    first = top(weights, size)
+    more = 1 + seed // n % (n - size)
+    seconds = sets(n, more)
     seconds = seconds[~(seconds & first).any(-1)]  # every stage 2 that may follow
-    factor, budget = 2 - 1 / weights[first].sum(), int((first | seconds[0]).sum())
-    hat, relaxed = (
-        bound(weights, norms, first, seconds) for bound in (theta_hat, theta_relaxed)
-    )
-    assert close(
-        hat, weights @ norms - factor * ((first | seconds) * weights * norms).sum(-1)
-    )
+    factor = 2 - 1 / weights[first].sum()
+    budget = size + more
+
+    hat = theta_hat(weights, norms, first, seconds)
+    product = weights * norms
+    kept_product = ((first | seconds) * product).sum(-1)
+    assert close(hat, weights @ norms - factor * kept_product)
     assert at_most(theta(weights, norms, first | seconds), hat)
-    assert close(
-        relaxed, hat + factor * (weights * (norms - norms.min()) * seconds).sum(-1)
-    )
+
+    relaxed = theta_relaxed(weights, norms, first, seconds)
+    above = weights * (norms - norms.min()) * seconds
+    assert close(relaxed, hat + factor * above.sum(-1))
+
     for bound, every, score in (
-        (theta_hat, hat, weights * norms),
+        (theta_hat, hat, product),
         (theta_relaxed, relaxed, weights),
     ):
         kept = two_stage(first, score, budget)
@@ -148,31 +158,28 @@ def test_stage_2_has_the_least_theta_hat_above_half_else_the_most(seed, n, sharp
 
 @pytest.mark.claim("P4", "P6")
 def test_without_assumption_1_stage_2_may_be_worst_and_theorem_4_no_bound(note):
-    A, norms = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1], [5, 2, 2, 5, 5]], dtype=F64)
-    # all that hold entry 0, from 0 1 2 to 0 3 4
-    first, kept = top(A, 1), sets(5, 3)[:6]
-    assert (top(A, 3) == kept[0]).all() and (
-        two_stage(first, A * norms, 3) == kept[-1]
-    ).all()
+    A = vector(0.4, 0.2, 0.2, 0.1, 0.1)
+    norms = vector(5, 2, 2, 5, 5)
+    first = top(A, 1)
+    kept = sets(5, 3)[:6]  # all that hold entry 0, from 0 1 2 to 0 3 4
+    assert (top(A, 3) == kept[0]).all()
+    assert (two_stage(first, A * norms, 3) == kept[-1]).all()
     hat = theta_hat(A, norms, first, kept & ~first)
     assert close(hat, [5.2, *[5.25] * 4, 5.3])
-    # weights alone have the least
-    assert close(theta(A, norms, kept), [1.7, *[15 / 7] * 4, 2.8])
-    # nothing cancels: L is θ
-    assert close(perturbation(A, norms.diag(), kept), [1.7, *[15 / 7] * 4, 2.8])
+    # weights alone have the least, and as nothing cancels, L is θ
+    expected = [1.7, *[15 / 7] * 4, 2.8]
+    assert close(theta(A, norms, kept), expected)
+    assert close(perturbation(A, norms.diag(), kept), expected)
     note("P4", chosen=hat[-1], least=hat.min())
 
-    A, norms = torch.tensor([[0.3, 0.2, 0.2, 0.2, 0.1], [0, 0, 0, 0, 3]], dtype=F64)
+    A = vector(0.3, 0.2, 0.2, 0.2, 0.1)
+    norms = vector(0, 0, 0, 0, 3)
     first, second = mask(5, 0), mask(5, 4)
-    relaxed, L = (
-        theta_relaxed(A, norms, first, second),
-        perturbation(A, norms.diag(), first | second),
-    )
-    assert (
-        close(theta_hat(A, norms, first, second), 0.7)
-        and close(relaxed, 0.3)
-        and close(L, 0.45)
-    )
+    relaxed = theta_relaxed(A, norms, first, second)
+    L = perturbation(A, norms.diag(), first | second)
+    assert close(theta_hat(A, norms, first, second), 0.7)
+    assert close(relaxed, 0.3)
+    assert close(L, 0.45)
     note("P4", relaxed=relaxed, change=L)
 
 
@@ -182,43 +189,49 @@ def heads_that_win(weights, norms, values, budget):
     Shape (2, 3). Rows: θ, L. Columns: two stages lower than top-A, `least_theta` lower than top-A,
     `least_theta` lower than two stages. Each entry has one query head; no window, no pooling.
     """
+    heaviest = top(weights, budget)
+    first, second = algorithm_1(weights, norms, budget)
     ours = least_theta(
-        weights.unsqueeze(-2), norms.unsqueeze(-2), budget, window_size=0
+        weights[..., None, :], norms[..., None, :], budget, window_size=0
     )
-    sets = (
-        top(weights, budget),
-        torch.logical_or(*algorithm_1(weights, norms, budget)),
-        ours,
-    )
-    lower = []
+
+    def lower(one, other):
+        return (one < other * (1 - 1e-6)).float().mean()
+
+    rows = []
     for measure, x in ((theta, norms), (perturbation, values)):
-        by_weight, staged, least = (measure(weights, x, kept) for kept in sets)
-        pairs = (staged, by_weight), (least, by_weight), (least, staged)
-        lower.append(
-            [(one < other * (1 - 1e-6)).float().mean() for one, other in pairs]
-        )
-    return torch.tensor(lower)
+        by_weight = measure(weights, x, heaviest)
+        staged = measure(weights, x, first | second)
+        least = measure(weights, x, ours)
+        row = [
+            lower(staged, by_weight),
+            lower(least, by_weight),
+            lower(least, staged),
+        ]
+        rows.append(row)
+    return torch.tensor(rows)
 
 
 @pytest.mark.claim("P9")
 def test_the_least_theta_is_no_higher_than_that_of_any_other_selection():
     """Of values independent of weights two stages mostly have a higher θ than weights alone."""
-    g, heads, n = torch.Generator().manual_seed(0), 100, 256
+    g = seeded(0)
+    heads, n = 100, 256
     A = (2 * torch.randn(heads, n, generator=g)).softmax(-1)
-    values = torch.randn(heads, n, 16, generator=g) * torch.rand(
-        heads, n, 1, generator=g
-    )
+    values = torch.randn(heads, n, 16, generator=g)
+    values = values * torch.rand(heads, n, 1, generator=g)
     norms = values.abs().sum(-1)
-    (two_stages, *_), _ = heads_that_win(A, norms, values, 32)
-    assert two_stages < 0.1
-    ours = theta(A, norms, least_theta(A[:, None], norms[:, None], 32, window_size=0))
-    shifts = (
-        torch.cat((torch.zeros(1), torch.logspace(-3, 3, 99)))[:, None] * norms.mean()
-    )
-    sweep = top(A[:, None] * (norms[:, None] + shifts), 32)  # A (‖𝒱‖ + λ)
-    assert (
-        ours <= theta(A[:, None], norms[:, None], sweep).amin(-1) * (1 + 1e-5)
-    ).all()
+    by_theta, _ = heads_that_win(A, norms, values, 32)
+    assert by_theta[0] < 0.1
+
+    A, norms = A[:, None], norms[:, None]
+    ours = least_theta(A, norms, 32, window_size=0)
+    shifts = torch.cat((torch.zeros(1), torch.logspace(-3, 3, 99)))
+    shifted = norms + shifts[:, None] * norms.mean()
+    sweep = top(A * shifted, 32)  # the largest A (‖𝒱‖ + λ), for 100 λ
+    least = theta(A, norms, sweep).amin(-1)
+    bound = theta(A[:, 0], norms[:, 0], ours)
+    assert (bound <= least * (1 + 1e-5)).all()
 
 
 # ---- the heads of the shipped model ---
@@ -237,8 +250,9 @@ def heads():
 def test_on_the_models_weights_theta_is_about_three_to_four_times_l(heads, note):
     A, norms, values = heads
     for budget in (8, 192):
-        kept = torch.logical_or(*algorithm_1(A, norms, budget))
-        bound, L = theta(A, norms, kept), perturbation(A, values, kept)
+        first, second = algorithm_1(A, norms, budget)
+        bound = theta(A, norms, first | second)
+        L = perturbation(A, values, first | second)
         assert (L <= bound * (1 + 1e-4) + 1e-4).all()
         ratio = bound.mean() / L.mean()
         assert 2.7 < ratio < 4.4
@@ -249,18 +263,13 @@ def test_on_the_models_weights_theta_is_about_three_to_four_times_l(heads, note)
 def test_in_the_model_stage_1_gathers_less_than_half_in_many_heads(heads, note):
     A, norms, _ = heads
     for percent in (25, 12.5, 6.25):
-        first, second = algorithm_1(A, norms, round(percent / 100 * A.shape[-1]))
-        holds, whole = (
-            (assumption_1(A, x) > 0.5).float() for x in (first, first | second)
-        )
+        budget = round(percent / 100 * A.shape[-1])
+        first, second = algorithm_1(A, norms, budget)
+        holds = (assumption_1(A, first) > 0.5).float()
+        whole = (assumption_1(A, first | second) > 0.5).float()
         assert holds.mean() < whole.mean()
-        note(
-            "P6",
-            **{
-                f"sigma_{int(percent)}": 100 * holds.mean(),
-                f"S_{int(percent)}": 100 * whole.mean(),
-            },
-        )
+        note("P6", **{f"sigma_{int(percent)}": 100 * holds.mean()})
+        note("P6", **{f"S_{int(percent)}": 100 * whole.mean()})
     by_layer = holds.mean((0, 2))
     assert (by_layer < 0.75).all()  # not of the first layer only
     note("P6", lowest_layer=100 * by_layer.min(), highest_layer=100 * by_layer.max())
@@ -270,13 +279,9 @@ def test_in_the_model_stage_1_gathers_less_than_half_in_many_heads(heads, note):
 def test_in_the_model_a_lower_bound_is_a_lower_change_in_few_heads(heads, note):
     for budget in 32, 64, 128:
         bound, change = heads_that_win(*heads, budget)
-        assert bound[0] < 0.25 and bound[1] > 0.65
+        assert bound[0] < 0.25
+        assert bound[1] > 0.65
         assert change[:2].max() < 0.5 < change[2]  # below top-A; ours below two stages
-        note(
-            "P9",
-            **{
-                f"two_stages_{budget}": 100 * change[0],
-                f"ours_{budget}": 100 * change[1],
-            },
-        )
+        note("P9", **{f"two_stages_{budget}": 100 * change[0]})
+        note("P9", **{f"ours_{budget}": 100 * change[1]})
     note("P9", ours_below_two_stages=100 * change[2])

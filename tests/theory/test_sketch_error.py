@@ -1,4 +1,4 @@
-"""KVReviver's lemmas and bounds, what a sketch can tell, and budgets by layer."""
+"""Test KVReviver's lemmas and bounds, what a sketch can tell, and budgets by layer."""
 
 from collections import Counter
 from functools import cache as once
@@ -28,6 +28,7 @@ from nanollm import TINY, checkpoint
 from nanollm.cache import make_cache
 
 each_rows = pytest.mark.parametrize("rows", MEDIAN)
+counted = st.tuples(st.integers(0, 40), st.integers(1, 100))  # a value, and how often
 
 
 def unit(*shape, seed=0):
@@ -38,16 +39,20 @@ def unit(*shape, seed=0):
 
 def errors(kind, rows, width, x, runs):
     """Return estimate minus truth of the vectors x (a, 2D) by seed, (runs, a, 2D)."""
-    (k, v), J, found = (
-        (y[None, None] for y in x.chunk(2, -1)),
-        torch.arange(len(x)).view(1, 1, -1),
-        [],
-    )
+    k, v = (y[None, None] for y in x.chunk(2, -1))
+    J = torch.arange(len(x)).view(1, 1, -1)
+    estimates = []
     for seed in range(runs):
         sketch = kind(k, rows, width, seed)
         sketch.insert(J, k, v)
-        found.append(torch.cat(sketch.query(J), -1)[0, 0])
-    return torch.stack(found) - x
+        both = torch.cat(sketch.query(J), -1)
+        estimates.append(both[0, 0])
+    return torch.stack(estimates) - x
+
+
+def squared(*args):
+    """Return the mean squared error of `errors` by seed, (runs,)."""
+    return errors(*args).square().mean((1, 2))
 
 
 @pytest.mark.claim("R6")
@@ -59,44 +64,53 @@ def test_the_printed_density_of_the_median_is_half_of_one(note):
     """
     x = torch.linspace(-10, 10, 200_001, dtype=F64)
     below = torch.special.ndtr(x)
+    normal = (-(x**2) / 2).exp() / math.sqrt(2 * math.pi)
 
     def moments(factor):
-        density = (
-            factor * below * (1 - below) * (-(x**2) / 2).exp() / math.sqrt(2 * math.pi)
-        )
-        return torch.trapezoid(density, x).item(), torch.trapezoid(
-            x**2 * density, x
-        ).item()
+        density = factor * below * (1 - below) * normal
+        mass = torch.trapezoid(density, x)
+        square = torch.trapezoid(x**2 * density, x)
+        return mass.item(), square.item()
 
-    (mass, printed), true = moments(3), moments(6)
-    assert (mass, printed) == pytest.approx(
-        (1 / 2, MEDIAN[3] / 2), abs=1e-9
-    ) and MEDIAN[1] == 1
+    mass, printed = moments(3)
+    true = moments(6)
+    assert mass == pytest.approx(1 / 2, abs=1e-9)
+    assert printed == pytest.approx(MEDIAN[3] / 2, abs=1e-9)
+    assert MEDIAN[1] == 1
     assert true == pytest.approx((1, 1 - math.sqrt(3) / math.pi), abs=1e-9)
     note("R6", mass=mass, printed=printed, true=true[1])
 
-    logits, variance = 2 * random(3, 6), 1e-4  # of attention weights under small noise
-    p, noise = logits.softmax(-1), math.sqrt(variance) * random(50_000, 3, 6, seed=1)
-    expected = ((logits + noise).softmax(-1) - p).square().mean(0)
-    lemma = p**2 * (1 - p) ** 2 + p**2 * ((p**2).sum(-1, keepdim=True) - p**2)
+    logits = 2 * random(3, 6)
+    variance = 1e-4
+    noise = math.sqrt(variance) * random(50_000, 3, 6, seed=1)
+    p = logits.softmax(-1)
+    noisy = (logits + noise).softmax(-1)
+    expected = (noisy - p).square().mean(0)
+    others = (p**2).sum(-1, keepdim=True) - p**2
+    lemma = p**2 * (1 - p) ** 2 + p**2 * others
     assert torch.allclose(variance * lemma, expected, rtol=0.04)
 
 
-@check(
-    "R6",
-    st.lists(
-        st.tuples(st.integers(0, 40), st.integers(1, 100)), min_size=1, max_size=4
-    ),
-)
+@check("R6", st.lists(counted, min_size=1, max_size=4))
 def test_the_median_of_three_varies_no_more_than_one_if_symmetric(half):
-    """The median of three varies at most as one value; for coins equally, against the proof's 3/4."""
-    p = Counter([sign * x for x, w in half for sign in (1, -1) for _ in range(w)])
-    one = sum(w * x * x for x, w in p.items()) * p.total() ** 2
-    median = sum(
-        p[x] * p[y] * p[z] * sorted((x, y, z))[1] ** 2
-        for x, y, z in product(p, repeat=3)
-    )
-    assert median == one if len(half) == 1 else median <= one
+    """The median of three varies at most as one value does.
+
+    For coins the two vary equally, where the proof says 3/4.
+    """
+    p = Counter()
+    for x, times in half:
+        p[x] += times
+        p[-x] += times
+    one = 0
+    for x, times in p.items():
+        one += times * x**2 * p.total() ** 2
+    median = 0
+    for x, y, z in product(p, repeat=3):
+        _, middle, _ = sorted((x, y, z))
+        median += p[x] * p[y] * p[z] * middle**2
+    assert median <= one
+    if len(half) == 1:
+        assert median == one
 
 
 @pytest.mark.parametrize("ratio, N", [(0.1, 600), (1, 120), (20, 12)])  # a/N and N
@@ -104,28 +118,28 @@ def test_the_median_of_three_varies_no_more_than_one_if_symmetric(half):
 def test_squared_errors_of_numbers_of_mean_0(ratio, N):
     """Above one token a slot, reading 0 has a smaller error, and one row is better than three."""
     a = round(ratio * N)
-    one, three = (
-        errors(SignedSketch, r, N // r, unit(a, 32), 100).square().mean((1, 2))
-        for r in MEDIAN
-    )
-    assert near(one, collision_variance(a, N, 1)) and (one.mean() > three.mean()) == (
-        ratio < 1
-    )
+    x = unit(a, 32)
+    one = squared(SignedSketch, 1, N, x, 100)
+    three = squared(SignedSketch, 3, N // 3, x, 100)
+    assert near(one, collision_variance(a, N, 1))
+    assert (one.mean() > three.mean()) == (ratio < 1)
     assert (three.mean() > 1) == (ratio >= 1)
     if ratio > 1:
-        assert three.mean() == pytest.approx(collision_variance(a, N // 3, 3), rel=0.1)
+        expected = collision_variance(a, N // 3, 3)
+        assert three.mean() == pytest.approx(expected, rel=0.1)
         bound, p = printed_bound(a, N)
-        assert (bound, p) == pytest.approx((math.pi * ratio, math.exp(-ratio))) and (
-            three > bound
-        ).sum() == 0
+        assert bound == pytest.approx(math.pi * ratio)
+        assert p == pytest.approx(math.exp(-ratio))
+        assert (three > bound).sum() == 0
 
 
 @pytest.mark.claim("R6")
 def test_the_printed_bound_is_not_one_of_keys_that_have_a_mean(note):
-    error = errors(Sketch, 3, 4, 1 + unit(60, 16), 100).square().mean((1, 2))
+    error = squared(Sketch, 3, 4, 1 + unit(60, 16), 100)
     bound, p = printed_bound(60, 12)
     exceeded = int((error > bound).sum())
-    assert exceeded == 100 and p < 0.01
+    assert exceeded == 100
+    assert p < 0.01
     note("R6", exceeded=exceeded)
 
 
@@ -133,42 +147,43 @@ def test_the_printed_bound_is_not_one_of_keys_that_have_a_mean(note):
 @pytest.mark.parametrize("a, width, mean", [(2, 3, 0.0), (13, 1, 5.0), (40, 12, -2.0)])
 @pytest.mark.claim("R7")
 def test_what_is_shrunk_is_on_average_nearer_than_the_mean(rows, a, width, mean):
-    x, ratio = mean + random(a, 6), (a - 1) / width
+    x = mean + random(a, 6)
+    ratio = (a - 1) / width
     alone = (x - x.mean(0)).square().mean()
-    error = errors(ShrunkSketch, rows, width, x, 200).square().mean((1, 2))
-    # of one row whatever the vectors are
-    assert (
-        error.mean() < alone if rows == 3 else near(error, alone * ratio / (1 + ratio))
-    )
+    error = squared(ShrunkSketch, rows, width, x, 200)
+    if rows == 3:
+        assert error.mean() < alone
+    else:  # whatever the vectors are
+        assert near(error, alone * ratio / (1 + ratio))
 
 
 @pytest.mark.parametrize("budget", [0.0625, 0.1, 0.25, 0.5])
-def test_a_slot_of_memory_never_has_fewer_tokens_than_one_over_the_budget(
-    budget, n=16_000
-):
+def test_a_slot_of_memory_never_has_fewer_tokens_than_one_over_the_budget(budget):
+    n = 16_000
     for vague in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0):
         slots = round(vague * budget * n)
         exact = round(budget * n) - slots
-        assert load(budget, vague) == pytest.approx((n - exact) / slots)
-        assert load(budget, vague) >= 1 / budget * (1 + 1e-9) or vague == 1
+        ratio = load(budget, vague)
+        assert ratio == pytest.approx((n - exact) / slots)
+        if vague < 1:
+            assert ratio >= 1 / budget * (1 + 1e-9)
     assert load(budget, 1.0) == pytest.approx(1 / budget)
 
 
 @once
 def real(n):
     """Return n tokens (L, H, n) of the decoder's text, and their keys and values (L, H, n, D)."""
-    model, text = checkpoint.from_hf(TINY), text_windows(tasks("test"), 1, 1024)
+    model = checkpoint.from_hf(TINY)
+    text = text_windows(tasks("test"), 1, 1024)
     recording = record(model, make_cache(model, Recorder), text)
-    k, v = (
-        torch.cat([getattr(layer, name) for layer in recording])[:, :, :n]
-        for name in "kv"
-    )
+    k = torch.cat([layer.k for layer in recording])[:, :, :n]
+    v = torch.cat([layer.v for layer in recording])[:, :, :n]
     return torch.arange(n).expand(k.shape[:3]), k, v
 
 
 @pytest.mark.claim("R7")
 def test_of_real_keys_the_shrunk_are_nearest_and_sums_farther_than_the_mean(note):
-    J, *true = real(1024)
+    J, k, v = real(1024)
     for N in 1536, 192:
         error = {}
         for name, kind, rows in (
@@ -176,24 +191,27 @@ def test_of_real_keys_the_shrunk_are_nearest_and_sums_farther_than_the_mean(note
             ("three", ShrunkSketch, 3),
             ("paper", Sketch, 3),
         ):
-            sketch = kind(true[0], rows, N // rows, 0)
-            sketch.insert(J, *true)
-            error[name] = [relative_error(*pair) for pair in zip(sketch.query(J), true)]
+            sketch = kind(k, rows, N // rows, 0)
+            sketch.insert(J, k, v)
+            keys, values = sketch.query(J)
+            error[name] = [relative_error(keys, k), relative_error(values, v)]
             note("R7", **{f"{name}_{N}": error[name][0]})
-        assert (
-            error["one"] < error["three"] and error["three"][0] < 1 < error["paper"][0]
-        )
-    assert relative_error(true[0].mean(2, keepdim=True), true[0]) == pytest.approx(1)
+        assert error["one"] < error["three"]
+        assert error["three"][0] < 1 < error["paper"][0]
+    mean = k.mean(2, keepdim=True)
+    assert relative_error(mean, k) == pytest.approx(1)
 
 
 @pytest.mark.claim("R2", "R7")
 @pytest.mark.parametrize(
-    "claim, kind, rows, N", [("R2", SignedSketch, 3, 180), ("R7", ShrunkSketch, 1, 30)]
+    "claim, kind, rows, N",
+    [("R2", SignedSketch, 3, 180), ("R7", ShrunkSketch, 1, 30)],
 )
 def test_deleted_estimates_leave_their_errors_to_those_who_stay(
     claim, kind, rows, N, note
 ):
-    (J, k, v), last = real(120), {}
+    J, k, v = real(120)
+    last = {}
     for what in "true", "estimate":
         sketch = kind(k, rows, N // rows, 0)
         sketch.insert(J, k, v)
@@ -202,7 +220,8 @@ def test_deleted_estimates_leave_their_errors_to_those_who_stay(
             if what == "estimate":
                 pair = sketch.query(token, J[:, :, i:])
             sketch.insert(token, *pair, times=-1.0)
-        last[what] = relative_error(sketch.query(J[:, :, 100:])[1], v[:, :, 100:])
+        _, values = sketch.query(J[:, :, 100:])
+        last[what] = relative_error(values, v[:, :, 100:])
     assert last["estimate"] > 3 * last["true"]
     note(claim, **last)
 
@@ -210,33 +229,31 @@ def test_deleted_estimates_leave_their_errors_to_those_who_stay(
 @pytest.mark.claim("R5")
 def test_fisher_shares_are_mean_squared_gradients_of_keys_and_values():
     model, text = decoder(), TOKENS[:, :12]
-    c, expected = model.config, torch.zeros(3)
+    size = model.config
+    expected = torch.zeros(3)
     for one in text:
         log_p = model(one[None, :-1])[0].log_softmax(-1)
         model.zero_grad()
         sum(log_p[i, one[i + 1]] for i in range(11)).backward()
         for layer, block in enumerate(model.blocks):
-            rows = block.attention.qkv.weight.grad.unflatten(0, (-1, c.head_dim))[
-                c.n_heads :
-            ]
-            expected[layer] += rows.square().mean() / 2  # as many of keys as of values
+            gradient = block.attention.qkv.weight.grad
+            heads = gradient.unflatten(0, (-1, size.head_dim))
+            rows = heads[size.n_heads :]  # as many of keys as of values
+            expected[layer] += rows.square().mean() / 2
     model.zero_grad()
+    expected = expected / expected.sum()
+
     alone = fisher_shares(model, text)
-    assert alone == pytest.approx((expected / expected.sum()).tolist(), rel=1e-4)
-    assert fisher_shares(model, text, 0.75) == pytest.approx(
-        [x / 4 + 0.25 for x in alone], rel=1e-5
-    )
-    assert max(alone) > 1.2 * min(alone) and all(
-        p.grad is None for p in model.parameters()
-    )
+    assert alone == pytest.approx(expected.tolist(), rel=1e-4)
+    mixed = [share / 4 + 0.25 for share in alone]
+    assert fisher_shares(model, text, 0.75) == pytest.approx(mixed, rel=1e-5)
+    assert max(alone) > 1.2 * min(alone)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_shares_divide_the_total_budget_among_layers():
     fresh = lambda: make_cache(decoder(), KVReviver, budget=41)
-    assert [cache.budget for cache in share_out(fresh(), (0.5, 0.2, 0.3))] == [
-        62,
-        25,
-        37,
-    ]
+    caches = share_out(fresh(), (0.5, 0.2, 0.3))
+    assert [cache.budget for cache in caches] == [62, 25, 37]
     with pytest.raises(ValueError, match="add up to 1"):
         share_out(fresh(), (0.5, 0.2, 0.2))

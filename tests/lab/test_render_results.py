@@ -1,0 +1,85 @@
+"""Rows that commands measure are stored, rendered, and not lost where a command fails."""
+
+from subprocess import CalledProcessError
+
+import pytest
+
+from lab import render_results
+from lab.registry import pick
+
+SCRIPT = """
+import sys
+open(sys.argv[sys.argv.index("--json") + 1], "w").write('[{{"text": "new"}}]')
+sys.exit({code})
+"""
+
+
+@pytest.fixture
+def stored(monkeypatch, tmp_path):
+    monkeypatch.setattr(render_results, "STORED", tmp_path)
+    monkeypatch.setattr(render_results, "TARGET", tmp_path / "RESULTS.md")
+    return tmp_path
+
+
+def test_of_a_failed_command_the_stored_rows_stay(monkeypatch, stored):
+    sections = {
+        name: (name.title(), f"python -m made_{name}", "What to see.")
+        for name in ("first", "second")
+    }
+    monkeypatch.setattr(render_results, "SECTIONS", sections)
+    monkeypatch.setenv("PYTHONPATH", str(stored))
+    for name, code in dict(first=0, second=2).items():
+        (stored / f"made_{name}.py").write_text(SCRIPT.format(code=code))
+        command = f"python -m made_{name}"
+        render_results.write(name, command, "a machine", "today", [{"text": "old"}])
+    with pytest.raises(CalledProcessError):
+        render_results.main(["first", "second"])
+    render_results.main([])
+    text = render_results.TARGET.read_text()
+    for name, words in dict(first="new", second="old").items():
+        assert render_results.rows(name) == [{"text": words}]
+        assert f"## {name.title()}\n\nWhat to see.\n\n`python -m made_{name}` (" in text
+        assert f"```\ntext\n{words}\n```" in text
+
+    render_results.main(["--check"])
+    render_results.TARGET.write_text(text.replace("old", "odd"))
+    with pytest.raises(SystemExit, match="RESULTS.md differs from"):
+        render_results.main(["--check"])
+    with pytest.raises(SystemExit, match="unknown section 'nope'"):
+        render_results.main(["first", "nope"])
+    render_results.write("first", "another command", "a machine", "today", [])
+    with pytest.raises(SystemExit, match="first.json is of `another command`"):
+        render_results.main([])
+
+
+def test_rows_of_the_comparison_are_stored_without_the_numbers_of_documents(stored):
+    row = dict(method="h2o", keep_ratio=0.5, kl=1)
+    more = dict(each=dict(kl=[1]), model="/a/path")
+    render_results.write("all", "x", "y", "z", [row | more])
+    assert render_results.rows("all") == [row]
+    claim = dict(claim="P7", model="smollm2")
+    render_results.write("claims", "x", "y", "z", [claim])
+    assert render_results.rows("claims") == [claim]
+
+
+def test_a_comparison_is_known_by_its_command_and_its_rows():
+    for name, (_, command, _) in render_results.SECTIONS.items():
+        row = render_results.rows(name)[0]
+        if name != "unlike":  # its rows have the later questions' accuracies alone
+            by_command = render_results.COMPARISON.match(command)
+            assert bool(by_command) == ("keep_ratio" in row)
+
+
+@pytest.mark.parametrize("name", ["all", "learned"])
+def test_stored_rows_have_every_method_at_its_budgets(name):
+    stored = render_results.by_method(name)
+    assert len(stored) == len(render_results.rows(name))
+    assert {method for method, _ in stored} == pick([]).keys()
+    ratios = {method: [] for method in pick([])}
+    for method, ratio in stored:
+        ratios[method].append(ratio)
+    assert ratios["full"] == ratios["quantized_2"] == [None]
+    assert ratios["h2o"] == [0.5, 0.25, 0.125, 0.0625]
+    for row in stored.values():
+        accuracies = [x for key, x in row.items() if key.endswith("aware")]
+        assert all(0 <= x <= 1 for x in accuracies)
