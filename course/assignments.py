@@ -45,9 +45,9 @@ ASSIGNMENTS = {
         cut_to=(4, "cut_to"), fit=(3, "fit"), reuse=(2, "ChunkKV.compress"),
     )),
     "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [
-        *of("methods/scissorhands.py", room=(2, "BudgetSlots.room"), observe=(4, "Scissorhands.observe")),
+        *of("methods/scissorhands.py", room=(3, "BudgetSlots.room"), observe=(4, "Scissorhands.observe")),
         *of("methods/theory/persistence.py", share=(2, "smallest_share"), draw=(2, "draw_power_law"),
-            mass=(2, "tail_mass"), slips=(2, "proof_steps"), repaired=(2, "repaired_bound")),
+            mass=(2, "tail_mass"), slips=(3, "proof_steps"), repaired=(2, "repaired_bound")),
     ]),
     "pairs": Assignment("Pairs", "3 to 4 hours", [
         *of("methods/tensor_attention.py", pairs=(1, "pairs"), dense=(1, "tensor_attention"),

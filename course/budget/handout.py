@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 4. The budget cache and its theorem
 #
-# **4 to 5 hours; 16 points by tests, and 4 for the written question.**
+# **4 to 5 hours; 18 points by tests, and 4 for the written question.**
 #
 # Scissorhands comes with a theorem: keep the largest weights, and the lost attention is bounded. For a quarter of the entries and weights of a power law with exponent 3 the printed bound is −0.77. A loss cannot be negative: about a quarter of the attention is lost. Here you build the cache, find the lines of the proof that slip, and write a bound that holds.
 #
@@ -29,12 +29,12 @@
 #
 # | check | function | file | points |
 # |---|---|---|---|
-# | `room` | `BudgetSlots.room` | `methods/scissorhands.py` | 2 |
+# | `room` | `BudgetSlots.room` | `methods/scissorhands.py` | 3 |
 # | `observe` | `Scissorhands.observe` | `methods/scissorhands.py` | 4 |
 # | `share` | `smallest_share` | `methods/theory/persistence.py` | 2 |
 # | `draw` | `draw_power_law` | `methods/theory/persistence.py` | 2 |
 # | `mass` | `tail_mass` | `methods/theory/persistence.py` | 2 |
-# | `slips` | `proof_steps` | `methods/theory/persistence.py` | 2 |
+# | `slips` | `proof_steps` | `methods/theory/persistence.py` | 3 |
 # | `repaired` | `repaired_bound` | `methods/theory/persistence.py` | 2 |
 #
 # Problems 1 and 2 concern the cache, 3 to 7 the theorem. Begin with either half; problem 3 is the easiest.
@@ -53,7 +53,7 @@ from course.command import checker
 check = checker("budget")
 
 # %% [markdown]
-# ## 1. `BudgetSlots.room` (2 points)
+# ## 1. `BudgetSlots.room` (3 points)
 #
 # Algorithm 1 of the paper. T tokens come at once. The given `attend` calls `room(T)`, which says how many of them to take. It writes so many, lets their queries see all that the store holds, these tokens included, and calls `observe`. Then it calls `room` for the tokens that are left, until all are taken. Up to rounding, the outputs must equal those of tokens that come one by one. A single token comes like this:
 #
@@ -139,7 +139,7 @@ check("draw")
 check("mass")
 
 # %% [markdown]
-# ## 6. `proof_steps` (2 points, check `slips`)
+# ## 6. `proof_steps` (3 points, check `slips`)
 #
 # Theorem B.3 bounds the lost mass by Eq. 11, which `paper_bound` in the file computes. The proof ends with four numbers. Return them as `ProofSteps(delta, line, factored, printed)`, each a `float`. First call `check_law(beta, k, u, eps)`: ε must be at least 0 and below β. k is never 2, where Δ would be 0.
 #
