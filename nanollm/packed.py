@@ -1,8 +1,8 @@
 """A store whose heads keep different numbers of slots, without padding.
 
-The slots of one head follow those of the previous head. One new token attends to them head by head.
-Several new tokens at once pad them to the longest head, one layer at a time and only while
-attention runs.
+The slots of one head follow those of the previous head. One new token attends to them head by
+head, not through `read`. Several new tokens at once pad them to the longest head, one layer at a
+time and only while attention runs.
 
 Example: two heads keep tokens 1 4 7 and 2; token 8 came later.
 

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 
 from common import ENCODING, once, tasks
 from exact import F64, at_most, check, close, seeds, vector
-from lab.benchmark import Benchmark
-from lab.evaluate import held, maker, retrieve, standard_error
+from lab.benchmark import Benchmark, standard_error
+from lab.kept import held
 from lab.replay import feed
+from lab.retrieval import maker, retrieve
 from lab.tasks import Unmarked
 from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks, grid
@@ -32,8 +33,8 @@ from methods.theory.chunk_bounds import (
     token_noise,
 )
 from nanollm import TINY, checkpoint, tokenizer
-from nanollm.cache import LayerCache, compress, crop
-from nanollm.window import WindowCache
+from nanollm.cache import Method, compress, crop
+from nanollm.window import WindowMethod
 
 WINDOW = dict(window_size=8)
 (BREAK,) = ENCODING.encode("\n")
@@ -191,23 +192,21 @@ class PlacedChunks(Chunks):
     token: torch.Tensor | None = None  # (B,)
     place: int = 0  # 0 is a chunk's first
 
-    def cut(self, cache, scores):
+    def cut(self, window, scores):
         shift = (self.place - self.token[:, None, None]) % self.chunk_size
         position = torch.arange(scores.shape[-1]).expand(scores.shape)
         return grid(position + shift, self.chunk_size)
 
 
-@dataclass(eq=False)
 class FromLayer1(ChunkKV):
     """Let layer 0 choose for itself, and layer 1 for all layers above."""
 
-    @classmethod
-    def compress(cls, model, tokens, caches):
-        super().compress(model, tokens, caches[:1])
-        super().compress(model, tokens, caches[1:])
+    def compress(self, model, tokens, layers):
+        super().compress(model, tokens, layers[:1])
+        super().compress(model, tokens, layers[1:])
 
-    def observe(self, q, p):
-        WindowCache.observe(self, q, p)
+    def observe(self, layer, q, p):
+        WindowMethod.observe(self, layer, q, p)
 
 
 @once
@@ -295,14 +294,14 @@ def lesson(batch, Method, keep_ratio, **options):
 def test_chunks_keep_more_examples_whole_which_does_not_decide_the_answer(note):
     batch = tasks("test").batch("few_shot", 2, 12, 256, shots=16)
     kl, whole = {}, {}
-    full, kept = lesson(batch, LayerCache, None)
+    full, kept = lesson(batch, Method, None)
     assert (kept == 1).all()
-    for name, Method, options in (
+    for name, Kind, options in (
         ("tokens", SnapKV, dict(kernel_size=1)),
         ("snap", SnapKV, {}),
         ("chunks", ChunkKV, {}),
     ):
-        log_p, kept = lesson(batch, Method, 1 / 4, **WINDOW, **options)
+        log_p, kept = lesson(batch, Kind, 1 / 4, **WINDOW, **options)
         each = F.kl_div(log_p, full, log_target=True, reduction="none")
         kl[name] = each.sum(-1)
         whole[name] = kept.mean()

@@ -135,7 +135,7 @@ def test_numerator_and_normaliser_have_mean_and_variance_of_all_choices(
     assert torch.allclose(mean(rows), Z)
     assert p.sum() == pytest.approx(1)
 
-    cache = CACHES[name](RADIUS, samples, 2, seed=samples)
+    cache = CACHES[name](radius=RADIUS, samples=samples, draws=2, seed=samples)
     z, tau = estimates(cache, q, k, v, RUNS, chunk)
     tau = tau[..., 0]
     assert near(tau, T)
@@ -171,7 +171,7 @@ def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance(note):
         variance = math.tanh(a) ** 2 / t
         assert 0 < expected - 1 - variance < 4 * variance**2
 
-        cache = SubGen2Cache(2 * a, t, 16, scale=1.0)
+        cache = SubGen2Cache(radius=2 * a, samples=t, draws=16, scale=1.0)
         zs, taus = estimates(cache, q, k, v, RUNS)
         assert near(zs[:, 0], z)
         assert near(taus[:, 0], tau[None])
@@ -240,7 +240,7 @@ def test_at_the_lemmas_sizes_the_error_is_that_of_the_draws(
     t = math.ceil(t / part)
     s = math.ceil(s / part)
 
-    cache = CACHES[name](radius, t, s, scale=1.0)
+    cache = CACHES[name](radius=radius, samples=t, draws=s, scale=1.0)
     zs, taus = estimates(cache, q, k, v, 200)
     z, tau, unit = exact(q, k, v)
     difference = zs / taus - z / tau

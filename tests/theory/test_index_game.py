@@ -25,7 +25,7 @@ from methods.theory.index_game import (
     play,
     separation,
 )
-from nanollm.cache import LayerCache
+from nanollm.cache import Slots
 from nanollm.model import Config, Decoder
 
 
@@ -169,7 +169,7 @@ def test_rows_that_come_back_from_two_matrices_are_no_kronecker_product(note):
     for seed in range(3):
         bits, keys = deal(n**2, 2048, seed)
         values = bits.to(keys)
-        game = play(LayerCache(), keys, values, keys)
+        game = play(Slots(), keys, values, keys)
         won(game, bits)
     eps = distortion(keys)
     C = 2 * math.log(n**2)
@@ -179,7 +179,7 @@ def test_rows_that_come_back_from_two_matrices_are_no_kronecker_product(note):
     assert game.one == pytest.approx(own / (own + others + 1), rel=1e-12)
 
     compress = keep_rows(slice(40), n**2)
-    part = play(LayerCache(), keys, values, keys, compress=compress)
+    part = play(Slots(), keys, values, keys, compress=compress)
     rows = rows_right(part, bits)
     assert (rows[:40] == 1).all()
     assert rows[40:].mean() == pytest.approx(0.5, abs=0.02)

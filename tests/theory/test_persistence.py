@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from common import TOKENS, decoder, tasks
+from common import TOKENS, alone, decoder, tasks
 from exact import F64, at_most, check, close, random, seeded, seeds, vector
-from lab.claims.persistence_measured import (
+from lab.claims.scissorhands_measured import (
     FourBits,
     attention_maps,
     block_similarity,
     newest_share,
     observed,
 )
-from lab.evaluate import text_windows
-from methods.scissorhands import BudgetCache, Scissorhands
+from lab.benchmark import text_windows
+from methods.scissorhands import Scissorhands
 from methods.theory.persistence import (
     OneLayer,
     best_bound,
@@ -724,11 +724,18 @@ def test_in_the_shipped_decoder_high_weights_outlive_chance():
     assert (ratio[2:] > 3 * chance[2:]).all()
 
 
+class Newest(Scissorhands):
+    """Count nothing: of entries that count alike, the newest stay."""
+
+    def observe(self, layer, q, p):
+        pass
+
+
 @pytest.mark.claim("S2")
 @torch.no_grad()
 def test_counts_keep_mostly_the_newest(note):
     options = dict(budget=9, recent=2, at_a_time=3)
-    share = newest_share(decoder(), TOKENS, BudgetCache, **options)
+    share = newest_share(decoder(), TOKENS, Newest, **options)
     assert share == ([1] * 3, 7)
     model = checkpoint.from_hf(TINY)
     text = text_windows(tasks("test"), windows=2, T=449)
@@ -740,7 +747,7 @@ def test_counts_keep_mostly_the_newest(note):
 
 def test_four_bits_leave_sixteen_values_of_each_head_of_a_token():
     x = torch.randn(2, 3, 5, 16, generator=seeded(0))
-    cache = FourBits(budget=16)
+    cache = alone(FourBits(budget=16))
     cache.write(x, 2 * x, torch.arange(5)[None])
     for stored, true in ((cache.k, x), (cache.v, 2 * x)):
         step = (true.amax(-1) - true.amin(-1))[..., None] / 15

@@ -11,10 +11,9 @@ import torch
 
 from common import TOKENS, decoder, tasks
 from exact import F64, check, near, random
-from lab.evaluate import text_windows
+from lab.benchmark import text_windows
 from lab.replay import Recorder, record
-from methods.baselines.count_sketch import Sketch
-from methods.kv_reviver import KVReviver
+from methods.kv_reviver import KVReviver, Sketch
 from methods.ours.kv_reviver_shrunk import MEDIAN, ShrunkSketch, SignedSketch
 from methods.theory.sketch_error import (
     collision_variance,
@@ -22,10 +21,10 @@ from methods.theory.sketch_error import (
     load,
     printed_bound,
     relative_error,
-    share_out,
 )
 from nanollm import TINY, checkpoint
 from nanollm.cache import make_cache
+from nanollm.generate import prefill
 
 each_rows = pytest.mark.parametrize("rows", MEDIAN)
 counted = st.tuples(st.integers(0, 40), st.integers(1, 100))  # a value, and how often
@@ -175,7 +174,7 @@ def real(n):
     """Return n tokens (L, H, n) of the decoder's text, and their keys and values (L, H, n, D)."""
     model = checkpoint.from_hf(TINY)
     text = text_windows(tasks("test"), 1, 1024)
-    recording = record(model, make_cache(model, Recorder), text)
+    recording = record(model, make_cache(model, store=Recorder), text)
     k = torch.cat([layer.k for layer in recording])[:, :, :n]
     v = torch.cat([layer.v for layer in recording])[:, :, :n]
     return torch.arange(n).expand(k.shape[:3]), k, v
@@ -252,8 +251,14 @@ def test_fisher_shares_are_mean_squared_gradients_of_keys_and_values():
 
 
 def test_shares_divide_the_total_budget_among_layers():
-    fresh = lambda: make_cache(decoder(), KVReviver, budget=41)
-    caches = share_out(fresh(), (0.5, 0.2, 0.3))
-    assert [cache.budget for cache in caches] == [62, 25, 37]
+    def entries(**options):
+        """Return how many exact entries each layer has room for."""
+        layers = make_cache(decoder(), KVReviver, vague=0.0, slack=0, **options)
+        prefill(decoder(), TOKENS, layers)
+        return [sum(layer.method.sizes(layer)) for layer in layers]
+
+    shared = entries(budget=80, shares=(0.5, 0.2, 0.3))
+    each = [entries(budget=budget)[0] for budget in (120, 48, 72)]
+    assert shared == each
     with pytest.raises(ValueError, match="add up to 1"):
-        share_out(fresh(), (0.5, 0.2, 0.2))
+        entries(budget=80, shares=(0.5, 0.2, 0.2))
