@@ -1,4 +1,4 @@
-"""The course: copies, points, messages; its tests accept right solutions and catch planted mistakes."""
+"""The course: copies, points, messages; its tests accept our solutions and catch mistakes."""
 
 import csv
 from importlib import import_module
@@ -78,7 +78,7 @@ FAULTY = {
 
 
 def test_a_fault_costs_its_own_problem_only(tmp_path):
-    """Functions that never end, end the process, or return something odd, beside right ones of `tokens`."""
+    """Functions that never end, end the process, or return oddities, beside right ones of `tokens`."""
     for name, problem in PROBLEMS.items():
         if name.startswith(("chunks", "tokens")):
             (tmp_path / problem.file).parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def test_a_fault_costs_its_own_problem_only(tmp_path):
 
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_right_solutions_pass_and_wrong_ones_are_caught(name, monkeypatch):
-    """Hidden tests catch every mistake; public tests catch some of each problem, but not all mistakes.
+    """Hidden tests catch every mistake; public tests catch some of each problem, but not all.
 
     Every test refuses the function that students get.
     """

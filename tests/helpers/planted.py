@@ -21,7 +21,7 @@ WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def replaced(text: str, old: str, new: str) -> str:
-    """Replace the words of `old`, wherever they stand in `text`. Spaces and line breaks may differ."""
+    """Replace `old` in `text`, word by word, so that spaces and line breaks may differ."""
     here = [*WORD.finditer(text)]
     all_words = [word[0] for word in here]
     for piece in (old.replace('"', "'"), rewritten(old)):
@@ -99,7 +99,7 @@ def direct(assignment: str):
 
 
 def packed_faster(monkeypatch):
-    """Let calls go through pickle, which takes a tenth of torch.save's time. Nothing comes from outside."""
+    """Let calls go through pickle, a tenth of torch.save's time. Nothing comes from outside."""
     monkeypatch.setattr(grader, "packed", pickle.dumps)
     monkeypatch.setattr(submission, "packed", pickle.dumps)
     monkeypatch.setattr(submission, "unpacked", pickle.loads)

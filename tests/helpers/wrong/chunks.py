@@ -1,4 +1,4 @@
-"""Wrong solutions of `chunks`: (problem, the mistake, a piece of our function, its wrong replacement)."""
+"""Wrong solutions of `chunks`: (problem, mistake, piece of our code, what replaces it)."""
 
 WRONG = [
     ("grid", "takes the remainder, not the quotient", "place // size", "place % size"),
@@ -86,6 +86,6 @@ WRONG = [
         "reuse",
         "drops the window",
         "window.with_window(kept)",
-        "window.with_window(kept).index_fill(2, torch.arange(window.n, window.n + window.w), False)",
+        "torch.cat((kept, kept.new_zeros(*kept.shape[:2], window.w)), 2)",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Wrong solutions of `pairs`: (problem, the mistake, a piece of our function, its wrong replacement)."""
+"""Wrong solutions of `pairs`: (problem, mistake, piece of our code, what replaces it)."""
 
 WRONG = [
     (

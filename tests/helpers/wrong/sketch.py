@@ -1,4 +1,4 @@
-"""Wrong solutions of `sketch`: (problem, the mistake, a piece of our function, its wrong replacement)."""
+"""Wrong solutions of `sketch`: (problem, mistake, piece of our code, what replaces it)."""
 
 WRONG = [
     (
