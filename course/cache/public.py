@@ -48,7 +48,7 @@ def test_a_bias(run):
 
 @problem("probabilities")
 def test_equal_scores(run):
-    """A query of zeros that sees the slots 0 and 1 of four gives one half to each of them, and 0 to others."""
+    """A query of zeros that sees slots 0 and 1 of four gives each of them one half, and the others 0."""
     got = run("probabilities", q=torch.zeros(1, 1, 1, 4), k=torch.ones(1, 1, 4, 4),
               mask=tensor([[[[1, 1, 0, 0]]]]).bool())
     same(got, tensor([[[[[0.5, 0.5, 0, 0]]]]]), "the probabilities", atol=1e-6)
