@@ -35,7 +35,7 @@ LONGEST = (
     "test_nano",
     "test_window_methods",
     "test_sketch_error",
-    "test_change_and_text",
+    "test_compared_methods",
     "test_claims",
     "test_main",
     "test_persistence",
@@ -45,7 +45,11 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.option.markexpr:  # slow tests run with `-m slow`
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if item not in slow]
+        config.hook.pytest_deselected(items=slow)
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
@@ -81,7 +85,7 @@ def only_h2o(monkeypatch, tmp_path_factory):
     shutil.copy(
         Path(__file__).parent / "methods" / "baselines" / "h2o.py", folder / "baselines"
     )
-    monkeypatch.setattr("lab.registry.METHODS", folder)
+    monkeypatch.setattr("lab.methods_by_name.METHODS", folder)
     monkeypatch.syspath_prepend(folder.parent)
     loaded = lambda: [name for name in sys.modules if name.split(".")[0] == "methods"]
     for name in loaded():

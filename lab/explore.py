@@ -26,6 +26,7 @@ from nanollm.cache import bytes_in_16_bits, make_cache
 from nanollm.model import rope_frequencies
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PARTS = Path(__file__).parent / "explorer"
 MARK = b'<meta name="generator" content="python -m nanollm explore">'
 KEEPS = 75, 50, 25, 12.5, 6.25, 3.125  # percent of the text's tokens
@@ -292,9 +293,9 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        default=ROOT / "docs/index.html",
+        default=(DOCS if DOCS.is_dir() else Path()) / "index.html",
         metavar="FILE",
-        help="file to write; default docs/index.html",
+        help="file to write; default docs/index.html, in an installed copy index.html",
     )
     parser.add_argument(
         "--text",
