@@ -1,200 +1,300 @@
-"""KV-cache compression in one file: a decoder, its cache, four ways to make it smaller, and a late question.
+"""KV-cache compression in one file: a decoder, its cache, and four ways to make it smaller.
 
-    python nano.py             the page below as SnapKV keeps it, then every method's answer
+    python nano.py             the page as SnapKV keeps it, then every method's answer
     python nano.py KVzip 55    another method, another budget
 
-A decoder stores an entry, a key and a value, for each token in each head. A method keeps `budget` entries a
-head. If the question comes after the compression, most methods have lost the answer.
+A decoder stores an entry, a key and a value, for each token in each head. A method evicts most
+of them. If it does so before the question comes, the answer is often lost.
 """
-import argparse
-import base64
-import json
+
+from argparse import ArgumentParser, RawTextHelpFormatter
+from base64 import b64decode
+from dataclasses import dataclass
+import os
 from pathlib import Path
+import sys
 
 from safetensors.torch import load_file
 import tiktoken
 import torch
-from torch import Tensor, inf
-from torch.nn.functional import linear, max_pool1d, rms_norm, silu
+from torch import inf
+from torch.nn.functional import linear, max_pool1d, pad, rms_norm, silu
+from torch.nn.utils.rnn import pad_sequence
 
-PAGE = """\
-In the lighthouse stand four boxes, and on the lid of each something is painted: a star, a table, a
-cookie and a building. The keeper wrote their numbers into his diary, where they stand between the
-weather and the ships. In January the wind came from the north for nine days, and no boat left the
-harbour. The code of star is 6098. He read by the lamp in the evening and mended the nets that the
-last storm had torn. When the ice broke, two ships passed within an hour; one of them was carrying
-timber, the other coal and letters. The code of table is 2356. In spring the stairs were painted,
-which took longer than he had expected, since every step has to dry before the next one can be
-reached. The code of cookie is 7623. Visitors came in May and asked how far the light can be seen.
-On a clear night it is about twenty miles, and less than one when there is fog, which is why there
-is a horn as well. The glass is cleaned each morning with a soft cloth. The code of building is
-4490. He wrote little in summer. The nights are short then, and the lamp has to burn for only a few
-hours; so he slept, and counted the birds."""
-QUESTION, ANSWER = "\nQ: The code of table is ", "2356"
+FOLDER = Path(__file__).parent / "nanollm"
+PAGE = (FOLDER / "page.txt").read_text()  # four facts among other sentences
+QUESTION = "\nQ: The code of table is "
+ANSWER = "2356"
 
-# ---- the decoder: a Llama of 2.8 M parameters, six layers ----
-FOLDER = Path(__file__).parent / "nanollm" / "tiny"
-config = json.loads((FOLDER / "config.json").read_text())
-weights = {name: x.float() for name, x in load_file(FOLDER / "model.safetensors").items()}
-L, H, D = (config[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
-ranks = {base64.b64decode(a): int(b) for a, b in map(str.split, open(FOLDER / "tokenizer.tiktoken"))}
-pattern = r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|[0-9]{1,2}|\s+(?!\S)|\s+"
-tokenizer = tiktoken.Encoding("nano", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+# ---- the decoder: a Llama of 2.8 M parameters ----
+L = 6  # layers
+H = 3  # key/value heads; G = 2 query heads share each of them
+D = 32  # dimensions of a head
+WIDTH = 192  # dimensions of a token between the layers
+weights = load_file(FOLDER / "tiny/model.safetensors")
+weights = {name: x.float() for name, x in weights.items()}  # stored in 16 bits
 
-
-def norm(x: Tensor, name: str) -> Tensor:
-    return rms_norm(x, x.shape[-1:], weights[name], config["rms_norm_eps"])
+# the tokenizer: each line of its file is a token, in base64, and the token's number
+ranks = {}
+for line in open(FOLDER / "tiny/tokenizer.tiktoken"):
+    token, number = line.split()
+    ranks[b64decode(token)] = int(number)
+tokenizer = tiktoken.Encoding(
+    "nano",
+    pat_str=r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|[0-9]{1,2}|\s+(?!\S)|\s+",
+    mergeable_ranks=ranks,
+    special_tokens={},
+)
 
 
-def rotate(x: Tensor, pos: Tensor) -> Tensor:
-    """Turn x (heads, T, D) by its positions (RoPE): dimension i pairs with i + D/2."""
-    angle = pos[:, None] * config["rope_theta"] ** -(torch.arange(0, D, 2) / D)  # (T, D/2)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+def norm(x, name):
+    return rms_norm(x, (WIDTH,), weights[f"{name}.weight"], 1e-5)
 
 
-def forward(tokens: Tensor, caches: list["Cache"], start: int) -> Tensor:
-    """Return the next-token logits (T, vocabulary) of tokens (T,) at the positions start, start + 1, …"""
+def project(x, name):
+    return linear(x, weights[f"{name}.weight"])
+
+
+def split_heads(x):
+    return x.unflatten(1, (-1, D)).transpose(0, 1)  # (T, heads·D) → (heads, T, D)
+
+
+def rotate(x, pos):
+    """Rotate x (heads, T, D) by the tokens' positions (T,): rotary embeddings (RoPE)."""
+    angle = pos[:, None] / 500_000 ** (torch.arange(0, D, 2) / D)  # (T, D/2)
+    cos = angle.cos()
+    sin = angle.sin()
+    a, b = x.chunk(2, -1)  # dimensions i and i + D/2 turn together
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def forward(tokens, caches, start):
+    """Read tokens (T,) from position `start` on, and return the most likely next token (1,)."""
     pos = torch.arange(start, start + len(tokens))
-    x = weights["model.embed_tokens.weight"][tokens]  # (T, width)
+    x = weights["model.embed_tokens.weight"][tokens]  # (T, WIDTH)
     for i, cache in enumerate(caches):
-        layer = f"model.layers.{i}."
-        y = norm(x, layer + "input_layernorm.weight")
-        q, k, v = (linear(y, weights[f"{layer}self_attn.{name}_proj.weight"]).unflatten(1, (-1, D))
-                   .transpose(0, 1) for name in "qkv")  # q (H·G, T, D), k and v (H, T, D)
+        layer = f"model.layers.{i}"
+        # attention: each layer stores k and v in its own cache
+        y = norm(x, f"{layer}.input_layernorm")
+        q = split_heads(project(y, f"{layer}.self_attn.q_proj"))  # (H·G, T, D)
+        k = split_heads(project(y, f"{layer}.self_attn.k_proj"))  # (H, T, D)
+        v = split_heads(project(y, f"{layer}.self_attn.v_proj"))  # (H, T, D)
         y = cache.attend(rotate(q, pos), rotate(k, pos), v, pos)
-        x = x + linear(y.transpose(0, 1).flatten(1), weights[layer + "self_attn.o_proj.weight"])
-        y = norm(x, layer + "post_attention_layernorm.weight")
-        gate, up = (linear(y, weights[f"{layer}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-        x = x + linear(silu(gate) * up, weights[layer + "mlp.down_proj.weight"])
-    return linear(norm(x, "model.norm.weight"), weights["model.embed_tokens.weight"])
+        x = x + project(y, f"{layer}.self_attn.o_proj")
+
+        # feed-forward network
+        y = norm(x, f"{layer}.post_attention_layernorm")
+        gate = silu(project(y, f"{layer}.mlp.gate_proj"))
+        up = project(y, f"{layer}.mlp.up_proj")
+        x = x + project(gate * up, f"{layer}.mlp.down_proj")
+
+    x = norm(x[-1:], "model.norm")
+    logits = project(x, "model.embed_tokens")  # the embedding is the output matrix, too
+    return logits.argmax(-1)
 
 
-# ---- the cache of one layer, and four methods ----
-def top(score: Tensor, n: int) -> Tensor:
-    """Return a mask of the n highest scores in each row of score (..., S). Ties go to the newest."""
-    newest_first = score.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :n]
-    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, score.shape[-1] - 1 - newest_first, True)
-
-
+# ---- the cache: where the entries of one layer are kept ----
 class Cache:
-    """Full attention: every entry stays. A method overrides `observe`, `evict` or `compress`."""
-    def __init__(self, budget: int):
-        self.budget, self.prompt_done = budget, False
+    """S slots in each of H heads. A slot holds one entry or is empty."""
+
+    def __init__(self, method):
+        self.method = method  # decides which entries stay; all layers share it
+        self.prompt_done = False  # True after the compression
         self.k = self.v = torch.zeros(H, 0, D)
         self.pos = torch.zeros(H, 0).long()  # the position of each entry's token
-        self.received = torch.zeros(H, 0)    # the attention that each entry received from all queries so far
+        self.score = torch.zeros(H, 0)  # a number for each entry, set by the method
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """Write the entries of T new tokens; return the attention output (H·G, T, D)."""
-        self.k, self.v = torch.cat((self.k, k), 1), torch.cat((self.v, v), 1)
+    def attend(self, q, k, v, pos):
+        """Store T new tokens, and return the attention output (T, H·G·D)."""
+        # write: append the new entries
+        self.k = torch.cat((self.k, k), 1)
+        self.v = torch.cat((self.v, v), 1)
         self.pos = torch.cat((self.pos, pos.expand(H, -1)), 1)
-        score = q.unflatten(0, (H, -1)) @ self.k[:, None].mT / D ** 0.5  # (H, G, T, S): G queries share a key
-        p = score.masked_fill(self.pos[:, None, None] > pos[:, None], -inf).softmax(-1)  # no later token
-        self.received = torch.cat((self.received, torch.zeros(k.shape[:2])), 1) + p.sum((1, 2))
-        y = (p @ self.v[:, None]).flatten(0, 1)
-        self.observe(p)
+        self.score = pad(self.score, (0, len(pos)))  # 0 for the new entries
+
+        # attend: a query does not see later positions
+        q = q.unflatten(0, (H, -1)) / D**0.5  # (H, G, T, D)
+        logits = q @ self.k[:, None].mT  # (H, G, T, S)
+        later = self.pos[:, None, None] > pos[:, None]  # (H, 1, T, S)
+        p = logits.masked_fill_(later, -inf).softmax(-1)
+        y = p @ self.v[:, None]  # (H, G, T, D)
+
+        # observe: the method sees which entries the new queries attend to
+        self.method.observe(self, p)
+
+        # evict: not while the prompt is read, but after each later token
         if self.prompt_done:
-            self.evict()
-        return y
+            self.method.evict(self)
+        return y.permute(2, 0, 1, 3).flatten(1)
 
-    def observe(self, p: Tensor):
-        """A method may look at the attention probabilities p (H, G, T, S) of the new queries."""
+    def keep(self, mask):
+        """Keep the entries in mask (H, S). Heads that keep fewer get empty slots at the end."""
 
-    def evict(self):
-        """A method throws entries out here: when the prompt ends, and after each later token."""
+        def kept(x, empty=0):
+            rows = [row[chosen] for row, chosen in zip(x, mask)]
+            return pad_sequence(rows, batch_first=True, padding_value=empty)
 
-    @classmethod
-    def compress(cls, caches: list["Cache"], prompt: Tensor):
-        """The prompt (T,) has ended: evict in all layers."""
+        self.k = kept(self.k)
+        self.v = kept(self.v)
+        self.score = kept(self.score)
+        self.pos = kept(self.pos, 10**9)  # later than every query, so never seen
+
+
+# ---- the methods: which entries stay ----
+@dataclass
+class Method:
+    """Full attention: every entry stays. A method overrides what it needs."""
+
+    budget: int  # entries that a head may keep
+
+    def observe(self, cache, p):
+        """Look at the attention probabilities p (H, G, T, S) of T new queries."""
+
+    def compress(self, caches, prompt):
+        """Evict in all layers, which have just read the prompt (T,)."""
         for cache in caches:
-            cache.evict()
-            cache.prompt_done = True
+            self.evict(cache)
 
-    def keep(self, kept: Tensor):
-        """Keep the entries of a mask (H, S). A head that keeps few gets empty slots: position 10**9."""
-        i = (~kept).long().argsort(dim=-1, stable=True)[:, :int(kept.sum(1).max())]  # kept slots first
-        self.k, self.v = (x.gather(1, i[..., None].expand(-1, -1, D)) for x in (self.k, self.v))
-        self.pos, self.received = self.pos.masked_fill(~kept, 10**9).gather(1, i), self.received.gather(1, i)
+    def evict(self, cache):
+        """Evict in one layer: at the end of the prompt, and after each later token."""
 
 
-class StreamingLLM(Cache):
+def top(score, n):
+    """Return a mask of the n highest scores in each row of score (..., S)."""
+    # newest first, because a stable sort keeps equal scores in this order
+    order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    rank = order.argsort(-1)  # 0 for the highest score
+    return (rank < n).flip(-1)
+
+
+class StreamingLLM(Method):
     """Keep the first four entries and the newest (arXiv 2309.17453)."""
-    def evict(self):
-        self.keep(top(self.pos.float().masked_fill(self.pos < 4, inf), self.budget))
+
+    def evict(self, cache):
+        score = cache.pos.float().masked_fill(cache.pos < 4, inf)
+        cache.keep(top(score, self.budget))
 
 
-class H2O(Cache):
-    """Keep the newest (half of the budget) and those that received most attention (arXiv 2306.14048)."""
-    def evict(self):
-        newest = self.pos > self.pos.max() - self.budget // 2
-        self.keep(top(self.received.masked_fill(newest, inf), self.budget))
+class H2O(Method):
+    """Keep the newest entries, and those that received most attention (arXiv 2306.14048)."""
+
+    def observe(self, cache, p):
+        cache.score += p.sum((1, 2))  # the attention of all queries so far
+
+    def evict(self, cache):
+        newest = cache.pos > cache.pos.max() - self.budget // 2  # half of the budget
+        score = cache.score.masked_fill(newest, inf)
+        cache.keep(top(score, self.budget))
 
 
-class SnapKV(Cache):
-    """Keep the entries that the prompt's last queries attend to, chosen once (arXiv 2404.14469)."""
-    WINDOW, POOL = 8, 7  # queries, and the width of the max-pool
-    def observe(self, p: Tensor):
-        self.window = p[:, :, -self.WINDOW:]  # (H, G, w, S): the attention of the observation window
+class SnapKV(Method):
+    """Keep the entries that the prompt's last 8 queries attend to (arXiv 2404.14469)."""
 
-    def evict(self):
-        if not self.prompt_done:
-            score = self.window.mean((1, 2))[:, :-self.WINDOW]  # mean over group and window
-            score = max_pool1d(score, self.POOL, 1, self.POOL // 2)  # the neighbours of an entry stay, too
-            n = self.k.shape[1] - score.shape[1]  # the window's own entries, which stay
-            self.keep(torch.cat((top(score, self.budget - n), torch.ones(H, n).bool()), 1))
+    def observe(self, cache, p):
+        # the mean attention of the last 8 queries to each entry before them
+        score = p[:, :, -8:, :-8].mean((1, 2))
+        # the maximum over 7 neighbours, so that the text around a high score stays
+        score = max_pool1d(score, 7, stride=1, padding=3)
+        cache.score = pad(score, (0, 8), value=inf)  # the last 8 entries always stay
 
-
-class KVzip(Cache):
-    """Keep the entries that a reread of the prompt attends to, ranked over all layers (arXiv 2505.23416)."""
-    def observe(self, p: Tensor):
-        self.highest = p.amax((1, 2))  # (H, S)
-
-    @classmethod
-    def compress(cls, caches: list["Cache"], prompt: Tensor):
-        forward(prompt, caches, len(prompt))  # the reread: the same tokens again, after the prompt
-        score = torch.stack([cache.highest[:, :len(prompt)] for cache in caches])  # (L, H, T)
-        kept = top(score.flatten(), L * H * caches[0].budget).view_as(score)
-        for cache, mask in zip(caches, kept):
-            cache.keep(torch.cat((mask, torch.zeros_like(mask)), 1))  # without the reread's entries
+    def compress(self, caches, prompt):
+        for cache in caches:  # only now: `evict` does nothing after later tokens
+            cache.keep(top(cache.score, self.budget))
 
 
-# ---- a question, before or after the compression ----
-def answer(Method: type[Cache], budget: int, aware: bool) -> tuple[str, list[Tensor]]:
-    """Return the answer, and the positions (H, slots) that each layer kept right after the compression."""
-    page, question = (torch.tensor(tokenizer.encode(text)) for text in (PAGE, QUESTION))
-    tokens, caches = torch.cat((page, question)), [Method(budget) for _ in range(L)]
+class KVzip(Method):
+    """Keep the entries that a reread of the prompt attends to (arXiv 2505.23416)."""
+
+    def observe(self, cache, p):
+        cache.score = p.amax((1, 2))
+
+    def compress(self, caches, prompt):
+        # the reread: the same tokens again, after the prompt; `observe` sets the scores
+        forward(prompt, caches, len(prompt))
+        for cache in caches:
+            cache.keep(cache.pos < len(prompt))  # drop the reread's entries
+
+        # all heads of all layers compete; on average a head keeps `budget` entries
+        score = torch.stack([cache.score for cache in caches])  # (L, H, S)
+        masks = top(score.flatten(), L * H * self.budget).view_as(score)
+        for cache, mask in zip(caches, masks):
+            cache.keep(mask)
+
+
+# ---- a question: known before the compression (aware), or asked after it (agnostic) ----
+def answer(method, aware):
+    """Return the answer, and the positions (H, S) that each layer kept."""
+    page = tokenizer.encode(PAGE)
+    tokens = torch.tensor(page + tokenizer.encode(QUESTION))
+
+    # Compress the first n tokens. The question's last token comes later: the answer follows it.
     n = len(tokens) - 1 if aware else len(page)
-    forward(tokens[:n + aware], caches, 0)
-    for cache in caches:  # the window saw the last token; now it is forgotten, and comes again below
+
+    # An aware method observes the last token, too. Then its entry is dropped.
+    caches = [Cache(method) for _ in range(L)]
+    forward(tokens if aware else tokens[:n], caches, 0)
+    for cache in caches:
         cache.keep(cache.pos < n)
-    Method.compress(caches, tokens[:n])
+
+    method.compress(caches, tokens[:n])
     kept = [cache.pos for cache in caches]
-    for i in range(n, len(tokens) + 1):  # the rest of the question, then the answer: one token at a time
-        logits = forward(tokens[i:i + 1], caches, i)
-        if i >= len(page) + len(question) - 1:
-            tokens = torch.cat((tokens, logits.argmax(-1)))
-    return tokenizer.decode(tokens[-2:].tolist()), kept  # two digits are one token
+    for cache in caches:
+        cache.prompt_done = True
+
+    # Read the rest of the question token by token, then write two tokens of two digits each.
+    for i in range(n, len(tokens)):
+        first = forward(tokens[i : i + 1], caches, i)
+    second = forward(first, caches, len(tokens))
+    return tokenizer.decode([int(first), int(second)]), kept
 
 
-def shown(kept: list[Tensor]) -> str:
-    """Return the page, dimming the tokens that no head keeps."""
-    still_kept = set(torch.cat([pos.flatten() for pos in kept]).tolist())
-    words = enumerate(tokenizer.decode([token]) for token in tokenizer.encode(PAGE))
-    return "".join(word if i in still_kept else f"\033[2m{word}\033[0m" for i, word in words)
+def marked(kept, dim):
+    """Return the page. Tokens that no head keeps are dimmed or, without `dim`, in [brackets]."""
+    positions = torch.cat([pos.flatten() for pos in kept]).tolist()
+    text = ""
+    for i, token in enumerate(tokenizer.encode(PAGE)):
+        word = tokenizer.decode([token])
+        text += word if i in positions else f"[{word}]"
+    text = text.replace("][", "")  # one pair of brackets around neighbours
+    if dim:
+        text = text.replace("[", "\033[2m").replace("]", "\033[0m")
+    return text
 
 
 if __name__ == "__main__":
-    methods = {Method.__name__: Method for Method in (Cache, StreamingLLM, H2O, SnapKV, KVzip)}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    methods = {
+        "Cache": Method,  # the full cache
+        "StreamingLLM": StreamingLLM,
+        "H2O": H2O,
+        "SnapKV": SnapKV,
+        "KVzip": KVzip,
+    }
+    parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("method", nargs="?", default="SnapKV", choices=methods)
-    parser.add_argument("budget", nargs="?", default=32, type=int, help="entries a head keeps, more than 8")
-    name, budget = vars(parser.parse_args()).values()
-    if budget <= SnapKV.WINDOW:
-        parser.error(f"budget {budget} must be more than SnapKV's observation window, {SnapKV.WINDOW}")
-    for aware, when in (True, "is compressed with the page"), (False, "comes after the compression"):
-        page = shown(answer(methods[name], budget, aware)[1])
-        print(f"The question {when}. {name}, {budget} entries a head; dimmed tokens are gone.\n\n{page}\n")
-    print(f"The page says {ANSWER}. With {budget} entries a head:\n\n{'':15}aware   agnostic")
-    for name, Method in methods.items():
-        print(f"{name:14}", *(f"{answer(Method, budget, aware)[0]:7}" for aware in (True, False)))
+    parser.add_argument(
+        "budget", nargs="?", default=32, type=int, help="entries per head, at least 9"
+    )
+    args = parser.parse_args()
+    budget = args.budget
+    if budget <= 8:
+        parser.error(f"budget {budget} must be above SnapKV's observation window, 8")
+
+    torch.set_num_threads(1)  # the tensors are too small to share
+    results = {}
+    for name, kind in methods.items():
+        for aware in (True, False):
+            results[name, aware] = answer(kind(budget), aware)
+
+    dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    gone = "dimmed tokens are gone" if dim else "tokens in [brackets] are gone"
+    for aware in (True, False):
+        when = "is compressed with the page" if aware else "comes after the compression"
+        print(f"The question {when}. {args.method}, {budget} entries a head; {gone}.\n")
+        digits, kept = results[args.method, aware]
+        print(marked(kept, dim))
+        print()
+
+    print(f"The page says {ANSWER}. With {budget} entries a head:\n")
+    print(f"{'':15}aware   agnostic")
+    for name in methods:
+        print(f"{name:14} {results[name, True][0]:7} {results[name, False][0]:7}")

@@ -34,28 +34,26 @@ class Forks:
         self.process.communicate()  # closes its stdin, so it ends
 
     def run(self, *words, cwd=Path(__file__).parents[2]) -> subprocess.CompletedProcess:
-        """Run `python -m MODULE ARGUMENTS` or `python FILE ARGUMENTS` in `cwd`, as a user types it."""
+        """Run `python -m MODULE ...` or `python FILE ...` in `cwd`, as a user types it."""
         python, *words = map(str, words)
         assert python == "python" and (words[0] == "-m" or words[0].endswith(".py"))
         with TemporaryDirectory() as folder:
             streams = [f"{folder}/stdout", f"{folder}/stderr"]
-            print(
-                json.dumps([words, streams, str(cwd)]),
-                file=self.process.stdin,
-                flush=True,
-            )
+            order = json.dumps([words, streams, str(cwd)])
+            print(order, file=self.process.stdin, flush=True)
             code = int(self.process.stdout.readline())
-            return subprocess.CompletedProcess(
-                words, code, *(Path(file).read_text() for file in streams)
-            )
+            printed = [Path(file).read_text() for file in streams]
+            return subprocess.CompletedProcess(words, code, *printed)
 
 
 def serve():
+    """Run each order of stdin in a fork, and print its exit code."""
     for line in sys.stdin:
-        if child := os.fork():
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        else:
+        child = os.fork()
+        if child == 0:
             return begin(*json.loads(line))
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
     sys.exit()
 
 
@@ -66,10 +64,12 @@ def begin(words, streams, cwd):
     sys.stdin = open(os.devnull)  # drop input that the parent has read ahead
     os.chdir(cwd)
     if words[0] == "-m":
-        sys.argv, sys.path[0] = words[1:], cwd
+        sys.argv = words[1:]
+        sys.path[0] = cwd
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv, sys.path[0] = words, str(Path(words[0]).absolute().parent)
+        sys.argv = words
+        sys.path[0] = str(Path(words[0]).absolute().parent)
         runpy.run_path(words[0], run_name="__main__")
 
 

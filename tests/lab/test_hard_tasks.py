@@ -8,17 +8,21 @@ import pytest
 from common import decode, tasks
 
 TEST = tasks("test")
+ASKED = r"\.?\nQ: The code of (\w+) is"  # the full stop is of an earlier answer
 
 
 def documents(task, seed=0, B=8, T=400, **options):
-    """Yield for each row the facts as text, and the questions as (text, answer) pairs."""
+    """Yield for each row the facts, the questions and the answers as text."""
     batch = TEST.batch(task, seed, B, T, **options)
-    spans = [*zip([batch.question] + [a.stop for a in batch.answers], batch.answers)]
     for tokens, facts in zip(batch.tokens, batch.facts):
-        asked = [
-            (decode(tokens[start : a.start]), decode(tokens[a])) for start, a in spans
-        ]
-        yield decode(tokens[facts]), asked
+        questions = []
+        answers = []
+        start = batch.question
+        for span in batch.answers:
+            questions.append(decode(tokens[start : span.start]))
+            answers.append(decode(tokens[span]))
+            start = span.stop
+        yield decode(tokens[facts]), questions, answers
 
 
 @pytest.mark.parametrize("facts, changed, questions", [(4, 2, 1), (5, 5, 5), (3, 1, 3)])
@@ -26,113 +30,103 @@ def test_latest_asks_for_the_last_value_of_facts_that_changed(
     facts, changed, questions
 ):
     interleaved = 0
-    for text, asked in documents(
-        "latest", facts=facts, changed=changed, questions=questions
-    ):
+    options = dict(facts=facts, changed=changed, questions=questions)
+    for text, asked, answers in documents("latest", **options):
         stated = re.findall(r" The code of (\w+) is (\d{4})\.", text)
-        # a later value replaces an earlier
-        times, newest = Counter(key for key, _ in stated), dict(stated)
+        times = Counter(key for key, _ in stated)
         assert sorted(times.values()) == [1] * (facts - changed) + [2] * changed
         assert len({value for _, value in stated}) == facts + changed
-        keys = [
-            re.fullmatch(r"\.?\nQ: The code of (\w+) is ", question)[1]
-            for question, _ in asked
-        ]
-        assert len({*keys}) == questions and [newest[key] for key in keys] == [
-            x for _, x in asked
-        ]
+        keys = [re.fullmatch(f"{ASKED} ", question)[1] for question in asked]
+        assert len({*keys}) == questions
+        newest = dict(stated)  # a later value replaces an earlier
+        assert [newest[key] for key in keys] == answers
         assert sum(times[key] == 2 for key in keys) == min(changed, questions)
         interleaved += len({key for key, _ in stated[:facts]}) < facts
     # a change may come before another first statement
-    assert interleaved or changed == 1 and facts == 3
+    assert interleaved or facts == 3
 
 
 @pytest.mark.parametrize("hops, chains, questions", [(3, 2, 1), (2, 1, 1), (4, 3, 3)])
 def test_hops_write_out_every_step_of_a_chain(hops, chains, questions):
-    for text, asked in documents("hops", hops=hops, chains=chains, questions=questions):
+    options = dict(hops=hops, chains=chains, questions=questions)
+    for text, asked, answers in documents("hops", **options):
         code = dict(re.findall(r" The code of (\w+) is (\w+)\.", text))
         assert len(code) == hops * chains
-        for question, answer in asked:
-            key, steps = re.fullmatch(r"\.?\nQ: The code of (\w+) is", question)[1], []
-            for _ in range(hops):
-                steps.append(code[key])
+        assert len(asked) == questions
+        for question, answer in zip(asked, answers):
+            key = re.fullmatch(ASKED, question)[1]
+            written = ""
+            for _ in range(hops - 1):
                 key = code[key]
-            assert re.fullmatch(r"\d{4}", key)
-            written = (
-                " "
-                + "".join(f"{word}. The code of {word} is " for word in steps[:-1])
-                + key
-            )
-            assert answer == written
-    orders = {
-        tuple(
-            text.index(f" The code of {key} ") < text.index(f" The code of {value} ")
-            for key, value in re.findall(r" The code of (\w+) is ([a-z]+)\.", text)
-        )
-        for text, _ in documents("hops", hops=3, chains=1)
-    }
-    assert len(orders) > 1  # a chain's facts stand in any order
+                written += f"{key}. The code of {key} is "
+            assert answer == f" {written}{code[key]}"
+            assert re.fullmatch(r"\d{4}", code[key])
+
+
+def test_facts_of_a_chain_stand_in_any_order():
+    orders = set()
+    for text, *_ in documents("hops", hops=3, chains=1):
+        code = dict(re.findall(r" The code of (\w+) is (\w+)\.", text))
+        places = {key: i for i, key in enumerate(code)}
+        orders.add(tuple(places.get(value) for value in code.values()))
+    assert len(orders) > 1
 
 
 @pytest.mark.parametrize("kinds, values, questions", [(2, 4, 1), (1, 2, 1), (3, 3, 2)])
 def test_list_asks_for_all_numbers_of_a_kind_in_order(kinds, values, questions):
-    for text, asked in documents(
-        "list", kinds=kinds, values=values, questions=questions
-    ):
+    options = dict(kinds=kinds, values=values, questions=questions)
+    for text, asked, answers in documents("list", **options):
         stated = re.findall(r" The (\w+) number is (\d{4})\.", text)
-        assert len(stated) == kinds * values == len({value for _, value in stated})
-        for i in range(0, len(asked), values):
-            (question, _), *others = asked[i : i + values]
-            kind = re.fullmatch(r"\.?\nQ: The (\w+) numbers are ", question)[1]
-            assert [x for _, x in asked[i : i + values]] == [
-                value for name, value in stated if name == kind
-            ]
-            assert {text for text, _ in others} == {", "}
+        assert len(stated) == len({value for _, value in stated}) == kinds * values
+        assert len(asked) == questions * values
+        while asked:
+            kind = re.fullmatch(r"\.?\nQ: The (\w+) numbers are ", asked[0])[1]
+            of_kind = [value for name, value in stated if name == kind]
+            assert answers[:values] == of_kind
+            assert asked[1:values] == [", "] * (values - 1)
+            del asked[:values], answers[:values]
 
 
 @pytest.mark.parametrize("votes, labels", [(12, 3), (5, 4), (9, 2)])
 def test_count_has_one_label_with_most_of_the_votes(votes, labels):
     last = 0
-    for text, ((question, answer),) in documents(
-        "count", B=24, votes=votes, labels=labels
-    ):
+    options = dict(votes=votes, labels=labels)
+    for text, asked, answers in documents("count", B=24, **options):
         given = Counter(re.findall(r" A vote for (\w+)\.", text))
+        assert given.total() == votes
+        assert len(given) <= labels
         (first, most), *others = given.most_common()
-        assert question == "\nQ: Most votes are for" and answer == f" {first}"
-        assert (
-            len(given) <= labels
-            and most == votes // 2 + 1
-            and sum(given.values()) == votes
-        )
-        assert max(n for _, n in others) - min(n for _, n in others) <= 1
+        assert asked == ["\nQ: Most votes are for"]
+        assert answers == [f" {first}"]
+        assert most == votes // 2 + 1
+        numbers = [n for _, n in others]
+        assert max(numbers) - min(numbers) <= 1
         last += text.endswith(f" {first}.")
     assert 0 < last < 24  # the newest vote alone does not tell
 
 
 def test_rule_says_how_to_answer_and_what_never_to_say():
     seen = Counter()
-    for text, asked in documents("rule", B=48, facts=3, questions=2):
-        form, never = (
-            re.search(r" Answer with a (star|dash)\.", text)[1],
-            re.search(r" say (\w+)\.", text)[1],
-        )
-        first = re.match(
-            r" (Answer) with a \w+\. Never say| (Never) say \w+\. Answer", text
-        )[0][:7]
+    marks = {"star": "*", "dash": "-"}
+    for text, asked, answers in documents("rule", B=48, facts=3, questions=2):
+        rules, *_ = text.partition(" The code of")
+        form = re.search(r" Answer with a (star|dash)\.", rules)[1]
+        never = re.search(r" Never say (\w+)\.", rules)[1]
+        first = "form" if rules.startswith(" Answer") else "ban"
         code = dict(re.findall(r"The code of (\w+) is (\w+)\.", text))
-        for question, answer in asked:
-            value = code[re.fullmatch(r"\.?\nQ: The code of (\w+) is", question)[1]]
-            mark, word = re.fullmatch(r" (.) (\w+)", answer).groups()
-            assert mark == {"star": "*", "dash": "-"}[form] and word == (
-                "none" if value == never else value
-            )
-        seen.update([form, first, any(answer.endswith("none") for _, answer in asked)])
+        for question, answer in zip(asked, answers):
+            value = code[re.fullmatch(ASKED, question)[1]]
+            word = "none" if value == never else value
+            assert answer == f" {marks[form]} {word}"
+        banned = any(answer.endswith("none") for answer in answers)
+        seen.update([form, first, banned])
     # each mark, order and ban is drawn
     assert len(seen) == 6 and min(seen.values()) > 8
 
 
 def test_paraphrase_asks_in_words_that_the_fact_has_not():
-    for text, ((question, answer),) in documents("paraphrase", facts=5):
+    for text, (question,), (answer,) in documents("paraphrase", facts=5):
         key = re.fullmatch(r"\nQ: Which number belongs to (\w+)\? It is ", question)[1]
-        assert dict(re.findall(r" The code of (\w+) is (\d{4})\.", text))[key] == answer
-        assert len(re.findall("The code of", text)) == 5
+        stated = re.findall(r" The code of (\w+) is (\d{4})\.", text)
+        assert len(stated) == 5
+        assert dict(stated)[key] == answer
