@@ -11,20 +11,20 @@ import tokenize
 import pytest
 import torch
 
-from lab import example_page
+from lab import one_page
 from methods.baselines.h2o import H2O
 from methods.baselines.kvzip import KVzip
 from methods.baselines.snap_kv import SnapKV
-from methods.baselines.streaming_llm import StreamingLLM
+from methods.baselines.streaming_llm import AbsoluteStreamingLLM
 from nanollm import TINY
-from nanollm.cache import LayerCache, make_cache
+from nanollm.cache import Method, make_cache
 from nanollm.checkpoint import from_hf
 from nanollm.tokenizer import load
 import nano
 
 LIBRARY = {
-    nano.Method: (LayerCache, {}),
-    nano.StreamingLLM: (StreamingLLM, dict(relative=False)),
+    nano.Method: (Method, {}),
+    nano.StreamingLLM: (AbsoluteStreamingLLM, {}),
     nano.H2O: (H2O, {}),
     nano.SnapKV: (SnapKV, dict(window_size=8)),
     nano.KVzip: (KVzip, {}),
@@ -33,16 +33,16 @@ LIBRARY = {
 
 def answer_of_library(method, budget, aware):
     """Return which tokens each head of the library's method keeps, (L, H, cut), and its answer."""
-    Method, options = LIBRARY[method]
-    if Method is not LayerCache:
+    kind, options = LIBRARY[method]
+    if kind is not Method:
         options = options | dict(budget=budget)
     model = from_hf(TINY)
     encoding = load(TINY / "tokenizer.tiktoken")
-    caches = make_cache(model, Method, **options)
+    caches = make_cache(model, kind, **options)
 
-    tokens, cuts = example_page.prompt(model, encoding, nano.PAGE, nano.QUESTION)
+    tokens, cuts = one_page.prompt(model, encoding, nano.PAGE, nano.QUESTION)
     cut = cuts["aware" if aware else "agnostic"]
-    kept, written = example_page.answer(model, tokens, cut, caches, 2)
+    kept, written = one_page.answer(model, tokens, cut, caches, 2)
     return kept, encoding.decode(written)
 
 
@@ -69,7 +69,7 @@ def test_every_head_keeps_the_same_entries_and_the_answer_is_the_same(
 
 def test_its_page_and_question_are_those_of_the_library():
     for name in ("PAGE", "QUESTION", "ANSWER"):
-        assert getattr(nano, name) == getattr(example_page, name)
+        assert getattr(nano, name) == getattr(one_page, name)
     assert f"The code of table is {nano.ANSWER}." in nano.PAGE
 
 
