@@ -5,10 +5,11 @@
 #
 # A decoder writes one token at a time. Each new token attends to all tokens before it, and attention needs two vectors of each earlier token: its key and its value. The KV cache stores these two, so that the decoder never computes them twice.
 #
-# You should know attention; nothing else comes before this notebook. It runs in about a minute. The code to read beside it: `nanollm/cache.py` and `nanollm/generate.py`.
+# You should know attention; nothing else comes before this notebook. It runs in about a minute. The code to read beside it: `nanollm/method.py`, `nanollm/slots.py` and `nanollm/generate.py`.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+from dataclasses import dataclass
 import time
 import matplotlib.pyplot as plt
 import numpy as np
@@ -152,24 +153,28 @@ axis.legend();
 #
 # An **entry** is the key and value of one token in one head. If we want to keep fewer entries, we should know which ones are read.
 #
-# The decoder calls `cache.attend(q, k, v, pos)`. That is three steps: `write` the new keys and values; compute attention over the slots that `read` returns; `observe` its probabilities. A compression method overrides some of these, or `evict`, which runs when the prompt is compressed, and after each later piece. The smallest override forgets nothing and records the probabilities:
+# Two kinds of object share the work:
+# - A **store** keeps the entries of one layer. It holds each entry in a **slot**. The decoder calls its `attend(q, k, v, pos)`, which writes the new keys and values and computes attention over all slots.
+# - A **method** decides which entries stay. One object serves all layers. After each piece of text the store calls `observe(layer, q, p)`, with the queries and the attention probabilities. The method's `evict(layer)` runs when the prompt is compressed, and after each later piece. `layer` is the store of the layer in question.
+#
+# The smallest method evicts nothing, and notes the probabilities in the store:
 
 # %%
-from nanollm.cache import LayerCache
+from nanollm.cache import Method
 
 
-class Recorder(LayerCache):
-    """Full attention that stores the probabilities p (B, H, G, T, S) of its last call."""
+class Recorder(Method):
+    """Full attention that notes the probabilities p (B, H, G, T, S) of its last call."""
     watch = 256  # `observe` receives the probabilities of the last 256 queries
 
-    def observe(self, q, p):
-        self.p = p.flatten(1, 2)  # (B, heads, T, S)
+    def observe(self, layer, q, p):
+        layer.notes["p"] = p.flatten(1, 2)  # (B, heads, T, S)
 
 
 def record(model, tokens):
     caches = make_cache(model, Recorder)
     model(tokens, caches)
-    return torch.stack([cache.p for cache in caches], 1)  # (B, L, heads, T, S)
+    return torch.stack([layer.notes["p"] for layer in caches], 1)  # (B, L, heads, T, S)
 
 # %% [markdown]
 # The text to read is a *needle* task: four facts stand in real text, and a question at the end asks for one of them. The facts are random, so only the text can tell the answer.
@@ -225,10 +230,10 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
 #
 # ## Forgetting two entries
 #
-# The value has two tokens. `keep` is how every method forgets. Just before the question's last token is read, it drops the value's two tokens, in one layer or in all others.
+# The value has two tokens. A store forgets by `keep`, which takes the slots that stay. Just before the question's last token is read, `keep` drops the value's two tokens, in one layer or in all others.
 
 # %%
-from lab.evaluate import answer
+from lab.retrieval import answer
 
 retrieval, _ = strongest(measures["end of question → value"].mean(0))
 others = [[i for i in range(asking) if i not in (start, start + 1)] for start in value.tolist()]
@@ -248,7 +253,28 @@ for name, layers in cases.items():
 #
 # ## Two rules for forgetting
 #
-# **StreamingLLM** keeps the first four tokens and the newest. **H2O** keeps the newest and the heavy hitters: the entries with the largest sum of attention from all queries so far, for each head apart. Here both keep a quarter of the prompt, and the prompt ends before the question.
+# **StreamingLLM** keeps the first four tokens and the newest. **H2O** keeps the newest and the heavy hitters: the entries with the largest sum of attention from all queries so far, for each head apart. This is the whole of H2O. Its options are the fields of a dataclass:
+
+# %%
+from nanollm.cache import ALL
+
+
+@dataclass
+class HeavyHitters(Method):
+    budget: int                       # entries that each head may keep
+    watch = ALL                       # `observe` receives every query's probabilities
+    entry = {"sum": torch.float32}    # a number that the store keeps beside each entry
+
+    def observe(self, layer, q, p):   # p (B, H, G, queries, S): G query heads share an entry
+        layer.put("sum", layer.slot("sum") + p.sum((2, 3)))
+
+    def evict(self, layer):
+        newest = layer.pos >= layer.seen - round(self.budget / 2)
+        score = layer.slot("sum").masked_fill(newest, torch.inf)
+        layer.shrink(score, self.budget)  # the highest scores of each head stay
+
+# %% [markdown]
+# The library's H2O keeps the same entries. In the figure both rules keep a quarter of the prompt, and the prompt ends before the question.
 
 # %%
 from methods.baselines import h2o, random_eviction, streaming_llm
@@ -257,12 +283,16 @@ from nanollm.cache import compress
 prompt, facts = needle[:1, :batch.question], batch.facts[0, :batch.question]
 pieces = [encoding.decode([token]) for token in prompt[0].tolist()]
 panels = {}
-for name, Method in {"StreamingLLM": streaming_llm.StreamingLLM, "H2O": h2o.H2O}.items():
-    caches = make_cache(model, Method, budget=round(batch.question / 4))
+for name, Kind in {"StreamingLLM": streaming_llm.StreamingLLM, "H2O": h2o.H2O}.items():
+    caches = make_cache(model, Kind, budget=round(batch.question / 4))
     model(prompt, caches)
     compress(model, prompt, caches)  # the whole prompt has been read: each layer evicts
     kept = plot.kept(caches, batch.question)  # (L, H, tokens) of bool
     panels[f"{name}, layer {retrieval}"] = kept[retrieval].mean(0)
+own = make_cache(model, HeavyHitters, budget=round(batch.question / 4))
+model(prompt, own)
+compress(model, prompt, own)
+assert (plot.kept(own, batch.question) == kept).all()  # as the library's H2O
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
@@ -274,14 +304,14 @@ plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %%
 from lab.benchmark import Benchmark
-from lab.evaluate import maker
+from lab.retrieval import maker
 methods = {"streaming_llm": streaming_llm.StreamingLLM, "h2o": h2o.H2O,
            "random": random_eviction.RandomEviction}
 ratios = [0.0625, 0.125, 0.25, 0.5, 0.75]
 read = Benchmark.read(model, {"needle": batch}, None)  # each prompt is read once, and recorded
-full, _ = read.measured(model, maker(model, LayerCache, None))
-accuracy = {name: [read.measured(model, maker(model, Method, ratio))[0] for ratio in ratios]
-            for name, Method in methods.items()}
+full, _ = read.measured(model, maker(model, Method, None))
+accuracy = {name: [read.measured(model, maker(model, Kind, ratio))[0] for ratio in ratios]
+            for name, Kind in methods.items()}
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
 for axis, setting in zip(axes, ("agnostic", "aware")):
     for name, results in accuracy.items():
@@ -309,11 +339,11 @@ axes[0].legend();
 #
 # 1. How many GiB of cache do 64 conversations of 8192 tokens with Llama-3-70B take in 16 bits? How many tokens fit into 80 GiB?
 #    <details><summary>Hint</summary>Call <code>full_cache_bytes(*shapes["Llama-3-70B"], …)</code>. Only the total number of tokens matters.</details>
-# 2. How much does the model depend on its retrieval head? Set the head's columns of `blocks[layer].attention.o.weight` to zero and measure `retrieve(model, batch, maker(model, LayerCache, None))`.
+# 2. How much does the model depend on its retrieval head? Set the head's columns of `blocks[layer].attention.o.weight` to zero and measure `retrieve(model, batch, maker(model, Method, None))`.
 #    <details><summary>Hint</summary>Head h owns the columns h·D to (h+1)·D. Work on a copy of the model; then remove the next strongest head as well.</details>
 # 3. Does this model need its first token? Compare `StreamingLLM` with `sinks=0` and `sinks=4`.
-#    <details><summary>Hint</summary><code>maker</code> passes options on to the method. `continuation` and `reference` in <code>lab/evaluate.py</code> measure the perplexity.</details>
+#    <details><summary>Hint</summary><code>maker</code> passes options on to the method. `continuation` and `reference` in <code>lab/continuation.py</code> measure the perplexity.</details>
 # 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them.
 #    <details><summary>Hint</summary>The newest token is always kept.</details>
-# 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may its budget be before needles are lost, agnostic?
-#    <details><summary>Hint</summary>Give it the facts' positions as an option, and call <code>shrink</code> in <code>evict</code> with a score that is high for facts.</details>
+# 5. Write an oracle: a method that keeps exactly the facts and the newest tokens. How small may its budget be before needles are lost, agnostic?
+#    <details><summary>Hint</summary>Change <code>HeavyHitters</code>: give it the facts' positions as an option, and a score that is high for facts. It needs no <code>observe</code>.</details>

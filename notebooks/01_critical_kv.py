@@ -35,7 +35,7 @@ w = 8  # queries of the observation window; the papers' 32 are too many for our 
 batch = tasks.batch("needle", seed=0, B=16, T=256)
 n = batch.answers[0].start  # the prompt ends with the question's last token
 prompts, facts = torch.from_numpy(batch.tokens[:, :n]), batch.facts[0, :n]
-recording = record(model, make_cache(model, Recorder), prompts)  # q, k, v, pos of each layer
+recording = record(model, make_cache(model, store=Recorder), prompts)  # q, k, v, pos of each layer
 
 
 def window_weights(q, k):
@@ -86,9 +86,9 @@ print(*kept[0, 1, 0].nonzero()[:, 0].tolist())
 from methods.baselines.snap_kv import SnapKV
 
 
-def compressed(Method, tokens, budget, **options):
+def compressed(Kind, tokens, budget, **options):
     """Caches that have read tokens (B, n) and were then compressed."""
-    caches = make_cache(model, Method, budget=budget, window_size=w, **options)
+    caches = make_cache(model, Kind, budget=budget, window_size=w, **options)
     feed(model, tokens, caches)
     compress(model, tokens, caches)
     return caches
@@ -110,9 +110,9 @@ from methods.baselines.ada_kv import AdaKV
 from methods.baselines.pyramid_kv import PyramidKV
 
 figure, axes = plt.subplots(1, 3, figsize=(9, 3), layout="constrained")
-for axis, Method in zip(axes, (SnapKV, PyramidKV, AdaKV)):
-    entries = plot.kept(compressed(Method, prompts[:1], 32), n).sum(-1)
-    plot.heads(axis, entries, f"{Method.__name__}: {entries.sum()} entries", "{:.0f}", most=60)
+for axis, Kind in zip(axes, (SnapKV, PyramidKV, AdaKV)):
+    entries = plot.kept(compressed(Kind, prompts[:1], 32), n).sum(-1)
+    plot.heads(axis, entries, f"{Kind.__name__}: {entries.sum()} entries", "{:.0f}", most=60)
     axis.set_xlabel("key/value head")
 
 # %% [markdown]
@@ -245,8 +245,9 @@ for one, other in (("two stages", "weights"), ("least θ", "weights"), ("least �
 # Now 12 texts are compressed, the next 64 tokens are read, and $\mathcal L$ is measured at these later queries, for each head alone. `PooledCritical` is `Critical` with one change: it pools in both stages, as the authors' code does. `Residual` is ours: it adds one entry for all evicted ones.
 
 # %%
-from lab.benchmark import Benchmark
-from lab.evaluate import continuation, maker, reference, text_windows
+from lab.benchmark import Benchmark, text_windows
+from lab.continuation import continuation, reference
+from lab.retrieval import maker
 from methods.critical_kv import PooledCritical
 from methods.ours.residual import Residual
 
@@ -255,17 +256,17 @@ CHOICES = {"": {}, ", no pool": dict(kernel_size=1), "+critical": dict(select=Cr
            "+critical, no pool": dict(select=Critical(), kernel_size=1),
            "+residual": dict(select=Residual())}
 METHODS = [(SnapKV, choice) for choice in CHOICES] + [
-    (Method, choice) for Method in (PyramidKV, AdaKV) for choice in ("", "+critical", "+residual")]
+    (Kind, choice) for Kind in (PyramidKV, AdaKV) for choice in ("", "+critical", "+residual")]
 RATIOS = 0.5, 0.25, 0.0625
 
 # %%
 full, rows = reference(model, text_windows(tasks, 12, 512, model), new=64), {}
 for ratio in RATIOS:
-    for Method, choice in METHODS:
-        make = maker(model, Method, ratio, window_size=w, **CHOICES[choice])
+    for Kind, choice in METHODS:
+        make = maker(model, Kind, ratio, window_size=w, **CHOICES[choice])
         row = continuation(model, full, make, full.recording, alone=True)
         L, kl = row["l1_alone"].numpy(), row["kl"].numpy()  # (texts, layers, heads), (texts,)
-        rows[Method.__name__ + choice, ratio] = L, kl
+        rows[Kind.__name__ + choice, ratio] = L, kl
 
 # %%
 figure, axes = plt.subplots(1, 4, figsize=(13, 3.2), layout="constrained")
@@ -300,17 +301,17 @@ asked = {task: tasks.batch(task, seed=0, B=24, T=256) for task in ("needle", "pa
 asked = Benchmark.read(model, asked, None)  # each prompt is read once, and recorded
 
 
-def answered(Method, keep_ratio=1 / 16, **options):
+def answered(Kind, keep_ratio=1 / 16, **options):
     """Share of right answers, mean over both tasks."""
-    make = maker(model, Method, keep_ratio, window_size=w, **options)
+    make = maker(model, Kind, keep_ratio, window_size=w, **options)
     right, _ = asked.measured(model, make)
     return np.mean([right[f"{task}_aware"].mean() for task in ("needle", "pairs")])
 
 
 print(f"{'':10} plain  Critical  PooledCritical")
-for Method in (SnapKV, PyramidKV, AdaKV):
-    found = answered(Method), *(answered(Method, select=x()) for x in (Critical, PooledCritical))
-    print("{:10} {:5.0%} {:9.0%} {:15.0%}".format(Method.__name__, *found))
+for Kind in (SnapKV, PyramidKV, AdaKV):
+    found = answered(Kind), *(answered(Kind, select=x()) for x in (Critical, PooledCritical))
+    print("{:10} {:5.0%} {:9.0%} {:15.0%}".format(Kind.__name__, *found))
 print(f"SnapKV without a pool: {answered(SnapKV, kernel_size=1):.0%}")
 
 # %% [markdown]
@@ -369,6 +370,6 @@ axis.legend(title="entries kept");
 # 3. Is it the norms that help `PooledCritical`? Write a control that uses the norms of other tokens.
 #    <details><summary>Hint</summary>Subclass <code>PooledCritical</code>, and let <code>second</code> shuffle the norms with <code>torch.randperm</code>.</details>
 # 4. Give each head a sink: add to its first key a vector that draws half of the weight, and set its value to zero. Does CriticalKV win now?
-#    <details><summary>Hint</summary>Subclass <code>SnapKV</code> and change <code>self.k</code> and <code>self.v</code> at the start of <code>chosen</code>.</details>
+#    <details><summary>Hint</summary>Subclass <code>SnapKV</code>, and at the start of <code>compress</code> change the keys and values of each layer by <code>layer.put("k", …)</code> and <code>layer.put("v", …)</code>.</details>
 # 5. AdaKV's window scores decide how many entries a head gets. Let $A\lVert\mathcal V\rVert_1$ decide instead. Does it lower $\mathcal L$, the KL, or both?
 #    <details><summary>Hint</summary>Override <code>budgets</code> of <code>AdaKV</code>; <code>value_norms</code> in <code>methods/critical_kv.py</code> computes the norms.</details>

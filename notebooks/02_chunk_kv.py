@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from lab import plot
-from lab.evaluate import answer, maker, standard_error, text_windows
+from lab.benchmark import standard_error, text_windows
 from lab.replay import Recorder, record, replay
+from lab.retrieval import answer, maker
 from lab.tasks import Tasks, Unmarked
 from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks
@@ -40,8 +41,8 @@ methods = {"single tokens": (SnapKV, dict(kernel_size=1)), "SnapKV": (SnapKV, {}
 
 def make(name, ratio, **more):
     """A function that makes fresh caches of a method, for a keep ratio."""
-    Method, options = methods[name]
-    return maker(model, Method, ratio, window_size=w, **options | more)
+    Kind, options = methods[name]
+    return maker(model, Kind, ratio, window_size=w, **options | more)
 
 # %% [markdown]
 # ## The idea in a picture
@@ -55,7 +56,7 @@ def make(name, ratio, **more):
 # %%
 def compressed(name, tokens, ratio):
     """Caches of all layers that have read tokens (B, n) and then evicted."""
-    caches = make(name, ratio)(tokens.shape[1], tokens)
+    caches = make(name, ratio)(tokens.shape[1])
     model(tokens, caches)
     compress(model, tokens, caches)
     return caches
@@ -98,7 +99,7 @@ def chunk_kv(scores, budget, size=10):
 # The library's ChunkKV keeps the same entries in all layers and heads:
 
 # %%
-layers = record(model, make_cache(model, Recorder), prompt)  # q, k, v, pos of each layer
+layers = record(model, make_cache(model, store=Recorder), prompt)  # q, k, v, pos of each layer
 library = plot.kept(compressed("ChunkKV", prompt, 1 / 8), n)
 ours = [chunk_kv(window_scores(layer.q, layer.k), round(n / 8))[0] for layer in layers]
 assert (torch.stack(ours).numpy() == library).all()
@@ -115,14 +116,14 @@ for task, options in {"needle": {}, "pairs": {}, "few_shot": {}, "2": dict(facts
                       "4": dict(facts=1, numbers=2), "8": dict(facts=1, numbers=4)}.items():
     batch = unmarked.batch("needle" if task.isdigit() else task, 1, 32, 256, **options)
     prompts = torch.from_numpy(batch.tokens[:, :batch.answers[0].start])
-    asked[task] = batch, record(model, make_cache(model, Recorder), prompts)
+    asked[task] = batch, record(model, make_cache(model, store=Recorder), prompts)
 
 
 def found(task, make_caches):
     """Which of the 32 questions are answered, as numbers 0 and 1."""
     batch, recording = asked[task]
     tokens, last = torch.from_numpy(batch.tokens), batch.answers[0].start - 1
-    caches = make_caches(batch.question, tokens[:, :last + 1])
+    caches = make_caches(batch.question)
     replay([recording], caches)  # the whole prompt, as the model read it
     crop(caches, last)           # its last token is fed again after the compression
     return answer(model, tokens, batch.answers, last, caches)
@@ -152,7 +153,7 @@ class PlacedChunks(Chunks):
     value: torch.Tensor | None = None
     place: int = 0
 
-    def cut(self, cache, scores):
+    def cut(self, window, scores):
         ends = torch.zeros_like(scores[:, 0], dtype=torch.bool)
         ends.scatter_(1, (self.value[:, None] - self.place - 1) % self.chunk_size, True)
         return cut_at(ends, self.chunk_size)[:, None].expand(scores.shape)
@@ -212,18 +213,18 @@ for axis, name in zip(axes, ("single tokens", "SnapKV", "ChunkKV")):
 
 # %%
 class FromLayer1(ChunkKV):
-    @classmethod
-    def compress(cls, model, tokens, caches):
-        for leader, others in (caches[0], []), (caches[1], caches[2:]):
-            chosen = leader.chosen()
-            for cache in (leader, *others):
-                cache.keep_chosen(chosen)
+    def compress(self, model, tokens, layers):
+        for leader, others in (layers[0], []), (layers[1], layers[2:]):
+            window = self.window(leader, tokens)  # the prompt's last queries, and all keys
+            chosen = self.select(window, window.scores(), window.room)
+            for layer in (leader, *others):
+                layer.keep_chosen(window.with_window(chosen))
 
 
-for name, Method, reuse in (("every layer chooses", ChunkKV, 1),
+for name, Kind, reuse in (("every layer chooses", ChunkKV, 1),
                             ("groups of 2 from layer 0", ChunkKV, 2),
                             ("group of 5 from layer 1", FromLayer1, 1)):
-    shared = maker(model, Method, 1 / 4, window_size=w, reuse=reuse)
+    shared = maker(model, Kind, 1 / 4, window_size=w, reuse=reuse)
     right = [found(task, shared).mean() for task in ("needle", "pairs")]
     print("{:26} needles {:.0%}, pairs {:.0%}".format(name, *right))
 
@@ -275,7 +276,7 @@ def at_the_answer(caches):
 # %%
 _, full = at_the_answer(make_cache(model))
 for name in ("single tokens", "SnapKV", "ChunkKV"):
-    kept, log_p = at_the_answer(make(name, 1 / 4)(last, tokens))
+    kept, log_p = at_the_answer(make(name, 1 / 4)(last))
     whole = torch.stack([head[..., a:b].all(-1).float().mean() for head, row in zip(kept, lines)
                          for a, b in zip(row, row[1:])])
     kl = F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1)

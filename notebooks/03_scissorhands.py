@@ -10,7 +10,7 @@
 # - A full cache drops $m$ entries at a time (half of the budget in the paper). It counts over $w = 400$ queries and never drops the newest $r = 10$ entries.
 # - S1 to S9 are claims in [CLAIMS.md](../CLAIMS.md).
 #
-# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `methods/scissorhands.py` (the cache), `methods/theory/persistence.py` (theorems). **Time:** half an hour to read, a minute to run.
+# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `methods/scissorhands.py` (the method, and a store that never exceeds the budget), `methods/theory/persistence.py` (theorems). **Time:** half an hour to read, a minute to run.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -18,18 +18,20 @@ import matplotlib.pyplot as plt
 import torch
 
 # %%
-from lab import evaluate, plot
-from lab.evaluate import maker, reading_within, retrieve, standard_error
+from lab import plot
+from lab.benchmark import standard_error, text_windows
+from lab.continuation import continuation, reference
 from lab.replay import Recorder, feed, record
+from lab.retrieval import maker, reading_within, retrieve
 from lab.tasks import Tasks
 from methods.baselines.h2o import H2O
 from methods.baselines.random_eviction import RandomEviction
 from methods.baselines.streaming_llm import StreamingLLM
-from methods.scissorhands import Scissorhands
+from methods.scissorhands import BudgetSlots, Scissorhands
 from methods.theory import persistence as theory
 from nanollm import TINY, checkpoint, tokenizer
-from nanollm.attention import probabilities
-from nanollm.cache import cache_bytes, make_cache
+from nanollm.attention import probabilities, visible
+from nanollm.cache import cache_bytes, evict_while_reading, make_cache
 
 # %%
 torch.set_grad_enabled(False)
@@ -57,24 +59,27 @@ def scissorhands(q, k, budget, m, newest=2):
 
 
 q, k = 3 * torch.randn(2, 61, 8, generator=torch.Generator().manual_seed(0))
-cache = Scissorhands(budget=16, at_a_time=4, recent=2)
+cache = BudgetSlots(Scissorhands(budget=16, at_a_time=4, recent=2))  # a store, and its method
 cache.attend(q[None, None], k[None, None], k[None, None], torch.arange(61)[None])
 assert scissorhands(q, k, 16, 4) == sorted(cache.pos.flatten().tolist())
 print("kept of 61 tokens:", *scissorhands(q, k, 16, 4))
 
 # %% [markdown]
-# The loop keeps what the library's cache keeps.
+# The loop keeps what the library keeps. There the work is divided: the store `BudgetSlots` asks for room when it is full, and the method `Scissorhands` counts in `observe` and drops entries in `evict`.
 #
 # ## The observation: do the same columns light up?
 #
 # Attention at three positions of one text, as in the paper's appendix A.1. A row is a head, and a column is a token.
 
 # %%
-text = evaluate.text_windows(tasks, windows=8, T=512)
-recorders = make_cache(model, Recorder)  # full attention that records every query
+text = text_windows(tasks, windows=8, T=512)
+recorders = make_cache(model, store=Recorder)  # full attention that records every query
 layers = record(model, recorders, text)
-attention = torch.stack([probabilities(layer.q, cache.k, cache.pos, None, layer.pos).flatten(1, 2)
-                         for layer, cache in zip(layers, recorders)])
+maps = []
+for layer, cache in zip(layers, recorders):
+    mask = visible(cache.pos, None, layer.pos)  # a query sees the tokens up to itself
+    maps.append(probabilities(layer.q, cache.k, mask).flatten(1, 2))
+attention = torch.stack(maps)
 L, N, HEADS, T, _ = attention.shape  # layers, texts, query heads, queries, keys
 
 # %%
@@ -247,13 +252,13 @@ methods = {"Scissorhands": (Scissorhands, {}, plot.style("scissorhands")),
            "StreamingLLM": (StreamingLLM, {}, plot.style("streaming_llm")),
            "random": (RandomEviction, {}, plot.style("random"))}
 batches = {task: tasks.batch(task, 0, 16, 256) for task in ("needle", "few_shot")}
-full = evaluate.reference(model, evaluate.text_windows(tasks, 16, 256), 64)
+full = reference(model, text_windows(tasks, 16, 256), 64)
 
 # %%
 budgets, kl = (.5, .25, .125), {}
-for name, (Method, options, _) in methods.items():
-    makes = [reading_within(maker(model, Method, share, **options)) for share in budgets]
-    kl[name] = [evaluate.continuation(model, full, make, chunk_size=16)["kl"] for make in makes]
+for name, (Kind, options, _) in methods.items():
+    makes = [reading_within(maker(model, Kind, share, **options)) for share in budgets]
+    kl[name] = [continuation(model, full, make, chunk_size=16)["kl"] for make in makes]
     found = [retrieve(model, batches[task], make, chunk_size=16)["agnostic"]
              for task, make in (("few_shot", makes[-1]), ("needle", makes[0]))]
     print(f"{name:19} KL", *(f"{x.mean():.3f}" for x in kl[name]), "  few-shot and needles",
@@ -285,10 +290,9 @@ B = 128
 tried = {"Scissorhands, m = 64": (Scissorhands, {}),
          "Scissorhands, m = 1": (Scissorhands, dict(at_a_time=1)),
          "H2O": (H2O, {})}
-for name, (Method, options) in tried.items():
-    caches = make_cache(model, Method, budget=B, **options)
-    for cache in caches:
-        cache.prompt_done = True  # evict while reading
+for name, (Kind, options) in tried.items():
+    caches = make_cache(model, Kind, budget=B, **options)
+    evict_while_reading(caches)
     feed(model, text[:, :449], caches)  # 448 is a multiple of 64 and of 8: right after a drop
     n = caches[0].length
     newest = [(cache.pos >= 449 - n).float().mean() for cache in caches]
@@ -303,7 +307,7 @@ for name, (Method, options) in tried.items():
 # A stream of 600 tokens, one at a time, and the bytes that are allocated for it:
 
 # %%
-stream = evaluate.text_windows(tasks, 1, 600)
+stream = text_windows(tasks, 1, 600)
 figure, axis = plt.subplots(figsize=(6, 2.8), layout="constrained")
 for name, known, caches in (("full cache", "full", make_cache(model)), (
         "Scissorhands, B = 128", "scissorhands", make_cache(model, Scissorhands, budget=B))):
@@ -328,7 +332,7 @@ axis.legend();
 # ## Exercises
 #
 # 1. The count compares weights with $1/s$, where $s$ counts the tokens *read*. Subclass `Scissorhands` to use the entries *held* instead. Does it still keep mostly the newest?
-#    <details><summary>Hint</summary>Override <code>observe</code>; the cache holds <code>self.length</code> entries.</details>
+#    <details><summary>Hint</summary>Override <code>observe</code>; a layer holds <code>layer.length</code> entries.</details>
 # 2. H2O adds weights up. Average them in place of that. Which of the two forgets an old favourite that nobody asks for any more?
 #    <details><summary>Hint</summary>Build a stream whose first half attends to one token only.</details>
 # 3. Fit the tail of one head at a time. Is there a head with $k < 1.5$?

@@ -56,7 +56,7 @@ for axis, x, title in zip(axes, (100 * one[None], 100 * two, born), titles):
     axis.set(ylabel="token a" if rows > 1 else "", yticks=token if rows > 1 else ())
 
 # %% [markdown]
-# Three caches share the interface of `LayerCache`, with $k = [k_1 | k_2]$ and $v = [v_1 | v_2]$:
+# Three stores take the place of the ordinary `Slots`, with $k = [k_1 | k_2]$ and $v = [v_1 | v_2]$:
 #
 # - `FourCache` keeps $K_1, K_2, V_1, V_2$ and forms all pairs for each query, as the paper describes it.
 # - `TwoCache` keeps all pairs.
@@ -203,7 +203,7 @@ def errors(k, v, q, radius, runs=32):
     rms = lambda y: ((y - z / tau).norm(dim=1) / unit).square().mean().sqrt().item()
     rows = lambda x: x.expand(runs, 1, -1, -1)  # a batch of independent runs
     for t, s in (1, 10), (2, 30), (4, 100), (8, 300):
-        cache = SubGen4Cache(radius, samples=t, draws=s, scale=1.0)
+        cache = SubGen4Cache(radius=radius, samples=t, draws=s, scale=1.0)
         cache.write(rows(k), rows(v), torch.arange(len(k))[None])
         zs, taus, _ = cache.estimate(rows(q))
         held = cache.bytes()[0] // runs
@@ -246,7 +246,7 @@ lengths = 2 ** np.arange(5, 14, 2)
 print("clusters of k₁ at", *(f"{n:5}" for n in lengths), "keys; at most")
 for d in 2, 3, 4, 8, 16:
     k, v, _ = draw(int(lengths[-1]), d=d)
-    cache, clusters = SubGen4Cache(math.e / 3, 1, 1), []
+    cache, clusters = SubGen4Cache(radius=math.e / 3, samples=1, draws=1), []
     for a, b in zip((0, *lengths), lengths):
         cache.write(k[None, None, a:b], v[None, None, a:b], torch.arange(a, b)[None])
         clusters.append(int((cache.streams[0].count > 0).sum()))

@@ -7,29 +7,30 @@
 #
 # KVReviver divides a head's budget into three parts. *Recent* holds the newest tokens. *Candidate* holds the tokens with the most attention so far. The sketch, which the paper calls *Vague*, holds all others. Its share is a tenth of the budget.
 #
-# The code: `methods/baselines/count_sketch.py` has the sketch and `methods/kv_reviver.py` the cache. [CLAIMS.md](../CLAIMS.md) checks the paper's claims R1 to R15, most of which this lesson leaves out. All numbers are of the decoder *built*, unless another is named.
+# The code: `methods/kv_reviver.py` has the sketch, the store that reads it, and the method. [CLAIMS.md](../CLAIMS.md) checks the paper's claims R1 to R15, most of which this lesson leaves out. All numbers are of the decoder *built*, unless another is named.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
-from functools import partial
 import matplotlib.pyplot as plt
 import torch
 
-from lab import evaluate, plot, render_results
+from lab import plot, render_results
+from lab.benchmark import text_windows
 from lab.replay import Recorder, record
+from lab.retrieval import maker, retrieve
 from lab.table import text_table
 from lab.tasks import Tasks
 
 # %%
-from methods.baselines.count_sketch import Sketch
 from methods.baselines.h2o import H2O
-from methods.baselines.quantized import quantise
 from methods.baselines.snap_kv import SnapKV
+from methods.kv_reviver import Sketch
 from methods.ours.kv_reviver_shrunk import ShrunkSketch, SignedSketch
 from methods.theory.sketch_error import relative_error
 from nanollm import TINY, checkpoint, tokenizer
-from nanollm.attention import probabilities
+from nanollm.attention import probabilities, visible
 from nanollm.cache import make_cache
+from nanollm.rounded import quantise
 
 # %%
 torch.set_grad_enabled(False)
@@ -42,10 +43,13 @@ tasks, c = Tasks(encoding, "test"), model.config
 # Take four texts of 512 tokens. After 448 tokens each head keeps 40 % of the entries: those with the most attention so far, as in H2O. Does one of the next 64 queries look at an evicted token? The paper counts a token as *activated* if a query gives it more than 0.5 % of its attention. The control keeps 40 % at random.
 
 # %%
-text = evaluate.text_windows(tasks, 8, 512)
-caches = make_cache(model, Recorder)  # full attention that records every query and key
-attention = torch.stack([probabilities(x.q, cache.k, cache.pos, None, x.pos) for x, cache
-                         in zip(record(model, caches, text[::2]), caches)])
+text = text_windows(tasks, 8, 512)
+caches = make_cache(model, store=Recorder)  # full attention that records every query and key
+maps = []
+for layer, cache in zip(record(model, caches, text[::2]), caches):
+    mask = visible(cache.pos, None, layer.pos)  # a query sees the tokens up to itself
+    maps.append(probabilities(layer.q, cache.k, mask))
+attention = torch.stack(maps)
 so_far = attention[..., :448, :448].sum((3, 4))  # (layer, text, head, token)
 later = attention[..., 448:, :448].amax((3, 4))  # the most that a later query gives a token
 chance = torch.rand(so_far.shape, generator=torch.Generator().manual_seed(0))
@@ -60,8 +64,8 @@ for name, score in {"H2O": so_far, "random": chance}.items():
 
 # %%
 batch = tasks.batch("needle", 0, 16, 512)
-for name, Method in {"H2O": H2O, "SnapKV": partial(SnapKV, window_size=8)}.items():
-    right = evaluate.retrieve(model, batch, evaluate.maker(model, Method, 0.25))
+for name, Kind, options in ("H2O", H2O, {}), ("SnapKV", SnapKV, dict(window_size=8)):
+    right = retrieve(model, batch, maker(model, Kind, 0.25, **options))
     print(f"{name:6} keeps 25 %. Facts found if the question is in the prompt: "
           f"{right['aware'].mean():.2f}; if it comes later: {right['agnostic'].mean():.2f}")
 
@@ -114,7 +118,7 @@ axis.set(xticks=range(width), yticks=range(rows), xlabel="slot", ylabel="row");
 # *sum (printed)* is the paper's sketch: it gives signs to the values, and adds up keys without signs. *signed keys* gives signs to both, as above. *shrunk* is ours: it stores the mean exactly, sketches the differences from it, and scales each reading by $1/(1+\rho)$, where $\rho$ is the expected number of other tokens in a slot.
 
 # %%
-recording = record(model, make_cache(model, Recorder), evaluate.text_windows(tasks, 1, 1024))
+recording = record(model, make_cache(model, store=Recorder), text_windows(tasks, 1, 1024))
 k, v = (torch.cat([getattr(layer, name) for layer in recording]) for name in "kv")  # (L, H, n, D)
 tokens = torch.arange(1024).expand(c.n_layers, c.n_kv_heads, -1)
 kinds = {"sum (printed)": (Sketch, 3), "signed keys": (SignedSketch, 3),
@@ -187,10 +191,13 @@ axes[0].legend(fontsize=8);
 
 # %%
 names = ("full", "h2o", "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "quantized_2",
-         "quantized_3", "kvzip", "kvzip_4")
+         "quantized_3", "kvzip", "kvzip@4")
 sections = dict(smollm2="smollm2", built="all", learned="learned")
-stored = {decoder: render_results.by_method(section) for decoder, section in sections.items()}
-for decoder in stored:
+stored = {}
+for decoder, section in sections.items():
+    measured = render_results.by_method(section)  # kvzip@4 was once called kvzip_4
+    stored[decoder] = {(method.replace("kvzip_4", "kvzip@4"), keep_ratio): row
+                       for (method, keep_ratio), row in measured.items()}
     shown = [[decoder, "keep", "KiB", "needle", "pairs", "KL"]]
     for (method, keep_ratio), row in stored[decoder].items():
         if method in names and keep_ratio in (None, 0.25):
@@ -201,13 +208,14 @@ for decoder in stored:
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
-lines = "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "h2o", "kvzip", "kvzip_4"
+lines = "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "h2o", "kvzip", "kvzip@4"
 for axis, decoder in zip(axes, stored):
     for line in (*lines, "quantized"):
         points = [row for (method, _), row in stored[decoder].items()
                   if method == line or line == "quantized" and method.startswith("quantized_")]
         axis.plot([row["live_16"] / 1024 for row in points],
-                  [row["needle_agnostic"] for row in points], label=line, **plot.style(line))
+                  [row["needle_agnostic"] for row in points], label=line,
+                  **plot.style(line.replace("@", "_")))
     axis.set(title=decoder, xscale="log", xlabel="cache, KiB per text, 16-bit numbers")
     sizes = (500, 1000, 2000, 4000) if decoder == "smollm2" else (64, 128, 256, 512)
     axis.set_xticks(sizes, sizes)
@@ -220,7 +228,7 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 # With a quarter of the entries, the three KVReviver rows find at most 3 % of the needles on any decoder. Two other ways answer the questions:
 #
 # - **Few bits for every token.** On the small decoders `quantized_2` (KIVI) takes about as many bytes and finds nearly all needles. SmolLM2 needs more: it finds 0.12 of the needles with two bits, 0.66 with three, and 0.81 with four, as many as the full cache.
-# - **A better choice.** KVzip rereads the prompt to find out which entries matter. With a quarter of the entries it finds all needles on the small decoders, and 0.75 on SmolLM2. With 4 bits on top (`kvzip_4`) it takes fewer bytes on the small decoders than KVReviver, and nearly twice as many on SmolLM2. Notebook 10 is about KVzip.
+# - **A better choice.** KVzip rereads the prompt to find out which entries matter. With a quarter of the entries it finds all needles on the small decoders, and 0.75 on SmolLM2. With 4 bits on top (`kvzip@4`) it takes fewer bytes on the small decoders than KVReviver, and nearly twice as many on SmolLM2. Notebook 10 is about KVzip.
 #
 # The paper's models have 7 billion parameters. On SmolLM2, with 135 million, the printed sums harm more than on *built*: the KL is 7.0 nats in place of 4.9. The number of tokens per slot does not depend on the model.
 #
@@ -240,5 +248,5 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 #    <details><summary>Hint</summary>If the tokens' patterns of signs are linearly independent, which needs at least as many slots as tokens. Put <code>sign</code> into a matrix of (slots, tokens), and call <code>torch.linalg.lstsq</code>.</details>
 # 4. Give neighbouring tokens the same slot: token $J$ goes to slot $\lfloor J b/a \rfloor$, and its reading is the mean of the slot. Is the error lower than that of the shrunk sketch?
 #    <details><summary>Hint</summary>No sketch is needed: <code>k.unflatten(2, (b, -1)).mean(3)</code> has the means. Repeat them and use <code>relative_error</code>.</details>
-# 5. With 1 bit a number, `quantise` in `methods/baselines/quantized.py` takes the ends of the range as its two levels. Take the mean plus and minus the mean deviation instead. How much does the error fall?
+# 5. With 1 bit a number, `quantise` in `nanollm/rounded.py` takes the ends of the range as its two levels. Take the mean plus and minus the mean deviation instead. How much does the error fall?
 #    <details><summary>Hint</summary>Group the tokens as <code>rounded</code> does, and compute <code>m ± (x − m).abs().mean()</code> in each group.</details>

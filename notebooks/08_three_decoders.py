@@ -16,16 +16,17 @@ import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or 
 import matplotlib.pyplot as plt
 import torch
 
-from lab.claims.persistence_measured import observed
-from lab.evaluate import (continuation, held, maker, mean_and_error, perturbation, reference,
-                          text_windows)
-from lab.registry import load
+from lab.benchmark import mean_and_error, text_windows
+from lab.claims.scissorhands_measured import observed
+from lab.continuation import continuation, perturbation, reference
+from lab.kept import held
+from lab.loading import load
 from lab.render_results import by_method, rows
 from lab.replay import Recorder, record
+from lab.retrieval import maker
 from lab.tasks import Tasks
 
 # %%
-from methods.baselines.quantized import quantise
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.streaming_llm import StreamingLLM
 from methods.chunk_kv import ChunkKV
@@ -35,6 +36,7 @@ from methods.theory.sketch_error import relative_error
 from nanollm import SHIPPED
 from nanollm.cache import compress, make_cache
 from nanollm.generate import prefill
+from nanollm.rounded import quantise
 from nanollm.window import window_rows
 
 # %%
@@ -92,7 +94,7 @@ looks, recordings = {}, {}
 for name, model in models.items():
     batch = tasks[name].batch("needle", seed=0, B=8, T=256)
     prompts = torch.from_numpy(batch.tokens[:, :batch.answers[0].start])
-    recording = record(model, make_cache(model, Recorder), prompts)
+    recording = record(model, make_cache(model, store=Recorder), prompts)
     recordings[name] = recording, torch.from_numpy(batch.stated)
     looks[name] = attention_to_value(*recordings[name])
 
@@ -186,9 +188,9 @@ for name, model in models.items():
     panels["heads with a lower L"][name] = [(norms.mean(0) < plain.mean(0)).double().mean(1)]
 
 # %%
-def alike(model, text, Method, **options):
+def alike(model, text, Kind, **options):
     """The Jaccard similarity of neighbouring layers' entries, a tenth of all, (layers − 1,)."""
-    caches = make_cache(model, Method, budget=text.shape[1] // 10, window_size=8, **options)
+    caches = make_cache(model, Kind, budget=text.shape[1] // 10, window_size=8, **options)
     prefill(model, text, caches)
     compress(model, text, caches)
     kept = held(caches, text.shape[1] - 8)  # (B, layers, H, tokens)
@@ -208,7 +210,7 @@ def revived(k):
 for name, model in models.items():
     panels["similarity of layers"][name] = (alike(model, texts[name], ChunkKV),
                                             alike(model, texts[name], SnapKV, kernel_size=1))
-    keys = [layer.k for layer in record(model, make_cache(model, Recorder), texts[name])]
+    keys = [layer.k for layer in record(model, make_cache(model, store=Recorder), texts[name])]
     centred = [k - k.mean(2, keepdim=True) for k in keys]
     panels["error of keys, in variances"][name] = [*map(revived, keys)], [*map(revived, centred)]
 

@@ -19,8 +19,9 @@ from lab.render_results import by_method
 from nanollm import TINY
 from nanollm.cache import make_cache
 from lab import plot
-from lab.example_page import FACT, PAGE, QUESTION, answer, prompt
-from lab.registry import given, load, pick
+from lab.loading import load
+from lab.methods_by_name import pick
+from lab.one_page import FACT, PAGE, QUESTION, answer, prompt
 
 # %%
 torch.set_grad_enabled(False)
@@ -41,7 +42,7 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike.
 #
-# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `kvzip_recent`, which always keeps the newest entries; `question_gates`, whose gates have learned from other questions; `kvzip_4` and `question_gates_4`, which store the kept entries in four bits; `head_budgets`, which takes each head's budget from one calibration text; and the variants `_semantic` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
+# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `kvzip_recent`, which always keeps the newest entries; `question_gates`, whose gates have learned from other questions; `kvzip@4` and `question_gates@4`, which store the kept entries in four bits (any method can: `snap_kv@4`, `h2o@2`); `head_budgets`, which takes each head's budget from one calibration text; and the variants `_semantic` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
 #
 # ## One page of text, four caches
 #
@@ -56,8 +57,9 @@ start = end - len(encoding.encode_ordinary(FACT))
 panels = {}
 for name, setting in (("snap_kv", "aware"), ("snap_kv", "agnostic"),
                       ("h2o", "agnostic"), ("kvzip", "agnostic")):
-    Method = pick([name])[name]
-    caches = make_cache(model, Method, budget=len(context) // 4, **given(Method, window_size=8))
+    variant = pick([name])[name]
+    options = variant.given(budget=len(context) // 4, window_size=8)
+    caches = make_cache(model, variant.kind, variant.store, **options)
     kept, written = answer(model, tokens, cuts[setting], caches, new=2)
     title = f"{name}, {setting}: answers {encoding.decode(written)}"
     panels[title] = kept.float().mean((0, 1))[:len(context)]
@@ -85,13 +87,17 @@ FAMILIES = {
     "the text": "kvzip kvzip_recent",
     "learned before": "question_gates kvzip_fast head_budgets",
     "keys, places, chance": "key_diff streaming_llm streaming_llm_absolute random",
-    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 question_gates_4",
+    "few bits": "quantized_2 quantized_3 quantized_4 kvzip@4 question_gates@4",
     "everything held": "full",
 }
 
 # %%
 names = [name for family in FAMILIES.values() for name in family.split()]
-stored = by_method("smollm2")  # python -m nanollm --all --model smollm2 --lengths 256
+# python -m nanollm --all --model smollm2 --lengths 256
+stored = {}  # kvzip@4 and question_gates@4 had an underscore when their rows were stored
+for (name, keep_ratio), row in by_method("smollm2").items():
+    name = name.replace("kvzip_4", "kvzip@4").replace("question_gates_4", "question_gates@4")
+    stored[name, keep_ratio] = row
 page = [stored.get((name, 0.25)) or stored[name, None] for name in names]
 sizes = [len(family.split()) for family in FAMILIES.values()]
 height = -np.arange(len(names)) - np.repeat(range(len(sizes)), sizes)  # a gap between families
@@ -163,8 +169,8 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # |---|---|---|---|
 # | the question is in the prompt, and no other comes | `kvzip_recent`; `chunk_kv_semantic` reads once | the first keeps what any question needs, the second what this one looks at | reading twice; most later answers with `chunk_kv_semantic` |
 # | other questions come; 40 % of the memory is there | `quantized_4` | nothing is chosen, so nothing is chosen wrongly | slower steps |
-# | other questions come, and you know their kind | `question_gates_4` | it has learned what such questions need | learning; slower steps; other kinds of question |
-# | other questions come, of any kind | `kvzip_4` | it keeps what the text can be rebuilt from | reading twice; slower steps |
+# | other questions come, and you know their kind | `question_gates@4` | it has learned what such questions need | learning; slower steps; other kinds of question |
+# | other questions come, of any kind | `kvzip@4` | it keeps what the text can be rebuilt from | reading twice; slower steps |
 # | many prompts, each read once | `kvzip_fast` | it has learned what a reread would say | a calibration |
 # | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | reading twice; 8 entries of the budget |
 # | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |

@@ -3,29 +3,32 @@
 #
 # **Before this:** notebook 00 (the KV cache, induction heads). **Runs:** under two minutes. **Afterwards you know** how KVzip finds the entries that later questions need, which parts of the method matter, what it costs, and when it fails.
 #
-# The code: `methods/baselines/kvzip.py` (Kim et al., arXiv 2505.23416), `methods/baselines/kvzip_fast.py` and `methods/ours/kvzip_4.py`. RESULTS.md has the long tables. All numbers here are of *built*, a small decoder, unless another is named.
+# The code: `methods/baselines/kvzip.py` (Kim et al., arXiv 2505.23416), `methods/baselines/kvzip_fast.py` and `nanollm/rounded.py`. RESULTS.md has the long tables. All numbers here are of *built*, a small decoder, unless another is named.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
-from functools import partial
 import time
 import matplotlib.pyplot as plt
 import torch
 
 from lab import plot
 from lab.benchmark import Benchmark
-from lab.evaluate import held, maker
-from lab.registry import pick
+from lab.kept import held
 from lab.render_results import by_method
 from lab.replay import Recorder, record
+from lab.retrieval import maker
 from lab.table import text_table
 from lab.tasks import Tasks
+
+# %%
 from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip, fit, lessons
+from methods.baselines.quantized import Quantized
 from methods.baselines.snap_kv import SnapKV
 from nanollm import SHIPPED, TINY, checkpoint, tokenizer
-from nanollm.cache import bytes_in_16_bits, compress, make_cache
+from nanollm.cache import Method, bytes_in_16_bits, compress, make_cache
 from nanollm.generate import prefill
+from nanollm.rounded import RoundedSlots
 
 # %% [markdown]
 # ## Why the question is unknown
@@ -38,10 +41,9 @@ model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tik
 tasks, c = Tasks(encoding, "test"), model.config
 batch = tasks.batch("needle", seed=0, B=32, T=512)
 needles = Benchmark.read(model, {"needle": batch}, None)  # read once, and recorded
-snap_kv = partial(SnapKV, window_size=8)
-for name, Method in {"SnapKV": snap_kv, "KVzip": KVzip}.items():
-    right, _ = needles.measured(model, maker(model, Method, 0.25))
-    print(f"{name:6} keeps 25 %. Facts found if the question is in the prompt: "
+for Kind, options in (SnapKV, dict(window_size=8)), (KVzip, {}):
+    right, _ = needles.measured(model, maker(model, Kind, 0.25, **options))
+    print(f"{Kind.__name__:6} keeps 25 %. Facts found if the question is in the prompt: "
           f"{right['needle_aware'].mean():.2f}; "
           f"if it comes later: {right['needle_agnostic'].mean():.2f}")
 
@@ -60,7 +62,7 @@ for name, Method in {"SnapKV": snap_kv, "KVzip": KVzip}.items():
 def reread(model, text):
     """Attention of each token of the reread to each entry of the first pass, (L, H, G, n, n)."""
     n, attention = text.shape[1], []
-    recording = record(model, make_cache(model, Recorder), torch.cat((text, text), 1))
+    recording = record(model, make_cache(model, store=Recorder), torch.cat((text, text), 1))
     for layer in recording:
         q = layer.q[0, :, n:].unflatten(0, (c.n_kv_heads, -1))  # (H, G, n, D): the second time
         logits = q @ layer.k[0, :, None].mT / c.head_dim ** 0.5  # (H, G, n, 2n): both times
@@ -99,7 +101,7 @@ for axis, (layer, head) in zip(axes, ((0, 0), (1, 0), (4, 1))):
 
 # %%
 pieces = [encoding.decode([token]) for token in text[0].tolist()]
-caches = make_cache(model, snap_kv, budget=n // 8)
+caches = make_cache(model, SnapKV, budget=n // 8, window_size=8)
 prefill(model, text, caches)
 compress(model, text, caches)
 panels = {"SnapKV, layer 1": plot.kept(caches, n)[1].mean(0),
@@ -161,7 +163,10 @@ for keep_ratio in (0.25, 0.125):
     right, _ = needles.measured(model, maker(model, FastKVzip, keep_ratio, gates=gates))
     print(f"{x.shape[1]} tokens seen; keeps {keep_ratio:.1%}, question later: "
           f"{right['needle_agnostic'].mean():.2f} of the facts found")
-stored = {"built": by_method("all"), "learned": by_method("learned")}
+stored = {}
+for name, section in {"built": "all", "learned": "learned"}.items():
+    stored[name] = {(method.replace("kvzip_4", "kvzip@4"), share): row  # its older name
+                    for (method, share), row in by_method(section).items()}
 shown = [["facts found, question later", "25 %", "12.5 %", "6.25 %"]]
 for name, method in ((name, method) for name in SHIPPED for method in ("kvzip", "kvzip_fast")):
     found = [stored[name][method, share]["needle_agnostic"] for share in (0.25, 0.125, 0.0625)]
@@ -173,14 +178,17 @@ print(text_table(shown))
 #
 # ## Few bits on top
 #
-# The entries that stay can also be stored in fewer bits. `kvzip_4` has four. `quantized_4` is KIVI, which keeps every token in four bits. Bytes are those of one document right after the compression, if the model's numbers have 16 bits:
+# The entries that stay can also be stored in fewer bits. Which entries stay is the method's decision; how they are stored is the store's. So another store is all that it takes: `RoundedSlots` has four bits. In tables the pair is called `kvzip@4`, and any method can have it (`snap_kv@4`). `quantized_4` is KIVI, which keeps every token in four bits. Bytes are those of one document right after the compression, if the model's numbers have 16 bits:
 
 # %%
 head = [f"{task}, {name}" for name in SHIPPED for task in ("needle", "pairs")]
 shown, full = [["question later", "bytes", *head]], None
-for method, ratio in (("full", None), ("quantized_4", None), ("kvzip", 0.125), ("kvzip_4", 0.125)):
-    budget = {} if ratio is None else dict(budget=n // 8)
-    caches = make_cache(model, pick([method])[method], **budget)
+cases = {("full", None): (Method, {}),
+         ("quantized_4", None): (Quantized, dict(bits=4, residual_length=16)),
+         ("kvzip", 0.125): (KVzip, dict(budget=n // 8)),
+         ("kvzip@4", 0.125): (KVzip, dict(budget=n // 8, store=RoundedSlots))}
+for (method, ratio), (Kind, options) in cases.items():
+    caches = make_cache(model, Kind, **options)
     prefill(model, text, caches)
     compress(model, text, caches)
     full = full or bytes_in_16_bits(caches)
@@ -216,12 +224,13 @@ print(text_table(shown))
 
 # %%
 labels = tasks.batch("few_shot", seed=0, B=16, T=512)
-METHODS = {"snap_kv": snap_kv, "kvzip": KVzip, "kvzip_recent": partial(KVzip, recent=8)}
+METHODS = {"snap_kv": (SnapKV, dict(window_size=8)), "kvzip": (KVzip, {}),
+           "kvzip_recent": (KVzip, dict(recent=8))}
 for name, folder in SHIPPED.items():
     decoder = checkpoint.from_hf(folder)
     benchmark = Benchmark.read(decoder, {"few_shot": labels}, None)
-    for method, Method in METHODS.items():
-        right, _ = benchmark.measured(decoder, maker(decoder, Method, 0.125))
+    for method, (Kind, options) in METHODS.items():
+        right, _ = benchmark.measured(decoder, maker(decoder, Kind, 0.125, **options))
         print(f"{name:8} {method:13} labels right if the question is in the prompt: "
               f"{right['few_shot_aware'].mean():.2f}; "
               f"if it comes later: {right['few_shot_agnostic'].mean():.2f}")

@@ -15,15 +15,19 @@ import textwrap
 import matplotlib.pyplot as plt
 import torch
 
-from lab.benchmark import Benchmark
-from lab.evaluate import answer, feed, maker, mean_and_error, text_windows
-from lab.registry import given, has_budget, load, pick
+from lab.benchmark import Benchmark, mean_and_error, text_windows
+from lab.loading import calibrated, load
+from lab.methods_by_name import pick
+from lab.replay import feed
+from lab.retrieval import answer, maker
 from lab.tasks import Tasks
+from methods.baselines.quantized import Quantized
+from methods.baselines.random_eviction import RandomEviction
 from methods.baselines.snap_kv import SnapKV
 from nanollm import SHIPPED, TINY
-from nanollm.cache import NEVER, bytes_in_16_bits, cache_bytes, compress, crop, make_cache
+from nanollm.cache import NEVER, Method, PackedSlots, Slots
+from nanollm.cache import bytes_in_16_bits, cache_bytes, compress, crop, make_cache
 from nanollm.generate import prefill
-from nanollm.tokenizer import boundaries
 
 # %%
 torch.set_grad_enabled(False)
@@ -35,19 +39,19 @@ context = torch.from_numpy(needles.tokens)[:, :needles.question]  # the text bef
 methods = pick([])  # every method of this repository, by name
 
 # %%
-def right(Method, batch, keep_ratio, setting, decoder=model, last_query=True, **options):
+def right(Kind, batch, keep_ratio, setting, decoder=model, last_query=True, **options):
     """Whether each of the batch's documents is answered right, (B,). last_query: see case 5."""
     tokens, end = torch.from_numpy(batch.tokens), batch.answers[0].start
     cut = end - 1 if setting == "aware" else batch.question  # tokens that are compressed
-    caches = maker(decoder, Method, keep_ratio, **options)(batch.question, tokens[:, :end])
+    caches = maker(decoder, Kind, keep_ratio, **options)(batch.question)
     feed(decoder, tokens[:, :end if setting == "aware" and last_query else cut], caches)
     crop(caches, cut)
     return answer(decoder, tokens, batch.answers, cut, caches)
 
 
-def compressed(Method, text, **options):
+def compressed(Kind, text, **options):
     """The caches after the prompt has been read and compressed."""
-    caches = make_cache(model, Method, **options)
+    caches = make_cache(model, Kind, **options)
     prefill(model, text, caches)
     compress(model, text, caches)
     return caches
@@ -63,20 +67,19 @@ def compressed(Method, text, **options):
 class ForgetsToReset(SnapKV):
     done = False  # one flag for all texts: this is the mistake
 
-    @classmethod
-    def compress(cls, model, tokens, caches):
-        if not cls.done:
-            super().compress(model, tokens, caches)
-        cls.done = True
+    def compress(self, model, tokens, layers):
+        if not ForgetsToReset.done:
+            super().compress(model, tokens, layers)
+        ForgetsToReset.done = True
 
 
-for Method in (SnapKV, ForgetsToReset):
-    sizes = [cache_bytes(compressed(Method, text[None], budget=124, window_size=8))[0] // 1024
+for Kind in (SnapKV, ForgetsToReset):
+    sizes = [cache_bytes(compressed(Kind, text[None], budget=124, window_size=8))[0] // 1024
              for text in context[:5]]
     ForgetsToReset.done = False
-    found = sum(right(Method, tasks.batch("needle", seed, 1, 512), 0.25, "agnostic",
+    found = sum(right(Kind, tasks.batch("needle", seed, 1, 512), 0.25, "agnostic",
                       window_size=8).item() for seed in range(8))
-    print(f"{Method.__name__:15} KiB of five texts: {sizes}, found {found:.0f} of 8")
+    print(f"{Kind.__name__:15} KiB of five texts: {sizes}, found {found:.0f} of 8")
 
 # %% [markdown]
 # The second row looks like a wonderful method. It is the full cache, after one compressed text.
@@ -93,20 +96,20 @@ for Method in (SnapKV, ForgetsToReset):
 # A mask also hides entries. Here the evicted ones stay in their slots and only lose their position, so that no query sees them.
 
 # %%
-class Masked(SnapKV):
+class Masked(Slots):  # a store; the method that chooses is SnapKV in both rows
     def keep_chosen(self, kept):
-        self.pos.masked_fill_(~kept, NEVER)
+        self.put("pos", self.pos.masked_fill(~kept, NEVER))
         self.ragged = True  # some slots are hidden
 
 
 fraction = dict(budget=context.shape[1] // 4, window_size=8)
-full = cache_bytes(compressed(methods["full"], context[:1]))[1]
-for Method in (SnapKV, Masked):
-    caches = make_cache(model, Method, **fraction)
+full = cache_bytes(compressed(Method, context[:1]))[1]
+for name, store in {"SnapKV": PackedSlots, "Masked": Masked}.items():
+    caches = make_cache(model, SnapKV, store, **fraction)
     peak = feed(model, context[:1], caches)
     compress(model, context[:1], caches)
     shares = (f"{100 * n / full:.0f} %" for n in (*cache_bytes(caches), peak))
-    print(f"{Method.__name__:8} counted {next(shares)}, allocated {next(shares)}, "
+    print(f"{name:8} counted {next(shares)}, allocated {next(shares)}, "
           f"peak while reading {next(shares)}")
 
 # %% [markdown]
@@ -124,9 +127,9 @@ for Method in (SnapKV, Masked):
 # Large models run in 16 bits. Dividing by a cache in 32 bits halves every share. Counting 4 bits a number forgets two things: the range of each group of numbers, and the newest tokens, which stay exact.
 
 # %%
-caches = compressed(methods["quantized_4"], context[:1])
+caches = compressed(Quantized, context[:1], bits=4, residual_length=16)
 in_16 = bytes_in_16_bits(caches)
-full_16 = bytes_in_16_bits(compressed(methods["full"], context[:1]))
+full_16 = bytes_in_16_bits(compressed(Method, context[:1]))
 print(f"4 bits a number, of 32: {4 / 32:.1%}    of 16: {4 / 16:.1%}")
 print(f"all that is held, of 32: {in_16 / full:.1%}    of 16: {in_16 / full_16:.1%}")
 
@@ -164,7 +167,7 @@ labels = tasks.batch("few_shot", seed=0, B=32, T=512)
 tokens, end = torch.from_numpy(labels.tokens), labels.answers[0].start
 random_eviction = dict(budget=end // 8)
 
-caches = make_cache(model, methods["random"], **random_eviction)
+caches = make_cache(model, RandomEviction, **random_eviction)
 reading = prefill(model, tokens[:, :end], caches).argmax(-1)  # compressing now is too late
 
 crop(caches, end - 1)  # forget the prompt's last token …
@@ -229,15 +232,15 @@ for name, window, pool in (("ours", 8, 7), ("baseline", 32, 7), ("baseline", 32,
 # In grouped-query attention several query heads share one key/value head. A method may repeat keys and values for each query head before it stores them. Each query head then chooses its own entries.
 
 # %%
-class PerQueryHead(SnapKV):
+class PerQueryHead(Slots):  # again a store for SnapKV
     def attend(self, q, k, v, pos):
         groups = q.shape[1] // k.shape[1]
         return super().attend(q, *(x.repeat_interleave(groups, 1) for x in (k, v)), pos)
 
 
-for Method in (SnapKV, PerQueryHead):
-    caches = compressed(Method, context[:1], **fraction)
-    print(f"{Method.__name__:13} {caches[0].k.shape[1]} heads, {caches[0].length} entries in each: "
+for name, store in {"SnapKV": PackedSlots, "PerQueryHead": PerQueryHead}.items():
+    caches = compressed(SnapKV, context[:1], store=store, **fraction)
+    print(f"{name:13} {caches[0].k.shape[1]} heads, {caches[0].length} entries in each: "
           f"{bytes_in_16_bits(caches) / full_16:.0%} of the full cache")
 
 # %% [markdown]
@@ -256,7 +259,7 @@ for Method in (SnapKV, PerQueryHead):
 differences = []
 for seed in range(6):
     read = Benchmark.read(model, {"few_shot": tasks.batch("few_shot", seed, B=32, T=256)}, None)
-    snap, ada = (read.measured(model, maker(model, methods[name], 0.125, window_size=8))[0]
+    snap, ada = (read.measured(model, maker(model, methods[name].kind, 0.125, window_size=8))[0]
                  ["few_shot_aware"] for name in ("snap_kv", "ada_kv"))
     differences.append(ada - snap)  # document by document
     print(f"seed {seed}: AdaKV − SnapKV = {100 * differences[-1].mean():+.0f} points")
@@ -279,7 +282,7 @@ print(f"all {len(together)}: {100 * together.mean():+.1f} "
 # %%
 for numbers in (1, 2, 4):
     batch = tasks.batch("needle", 0, B=16, T=512, numbers=numbers)
-    whole = right(methods["full"], batch, None, "aware").mean()
+    whole = right(Method, batch, None, "aware").mean()
     snap = right(SnapKV, batch, 0.25, "aware", window_size=8).mean()
     print(f"value of {2 * numbers} tokens: full cache {whole:.2f}, SnapKV {snap:.2f}")
 
@@ -297,8 +300,8 @@ for numbers in (1, 2, 4):
 batches = {task: tasks.batch(task, seed=0, B=16, T=256)
            for task in ("needle", "pairs", "few_shot")}
 for name in ("chunk_kv", "kvzip", "kvzip_recent"):
-    options = given(methods[name], window_size=8)
-    parts = {task: right(methods[name], batch, 0.125, "aware", **options)
+    options = methods[name].given(window_size=8)
+    parts = {task: right(methods[name].kind, batch, 0.125, "aware", **options)
              .mean().item() for task, batch in batches.items()}
     print(f"{name:12} mean {sum(parts.values()) / 3:.2f}:",
           *(f"{task} {share:.2f}" for task, share in parts.items()))
@@ -319,20 +322,20 @@ for name in ("chunk_kv", "kvzip", "kvzip_recent"):
 # - *allocated*: all tensors of the caches after the compression.
 # - *peak*: the largest allocation while the prompt is read, 64 tokens at a time, and read again where a method asks for it.
 #
-# Some methods learn something about the decoder first. Their bytes do not depend on what they learned. So Fast KVzip gets no trained gates here.
+# Some methods learn something about the decoder first: `calibrated` returns it, from a file that ships with the decoder or by learning it here. It belongs to the decoder and is not counted.
 
 # %%
 in_16_bits, _ = load(TINY, "cpu", dtype="bfloat16")
 text = text_windows(tasks, 2, 256, model)[:1]
-ends = boundaries(encoding, model.config.vocab_size)
 
 
-def needed(Method):
+def needed(variant):
     """Bytes held, allocated, and allocated at the peak."""
-    options = given(Method, window_size=8)
-    make = maker(in_16_bits, Method, 0.25 if has_budget(Method) else None, ends, **options)
-    caches, peaks = make(text.shape[1], text), []
-    after_each_piece = lambda _, inputs, output: peaks.append(cache_bytes(inputs[1])[1])
+    options = variant.given(window_size=8) | calibrated(variant, model, encoding)
+    keep_ratio = 0.25 if variant.takes("budget") else None
+    make = maker(in_16_bits, variant.kind, keep_ratio, variant.store, **options)
+    caches, peaks = make(text.shape[1]), []
+    after_each_piece = lambda *call: peaks.append(cache_bytes(caches)[1])
     hook = in_16_bits.register_forward_hook(after_each_piece)
     feed(in_16_bits, text, caches)
     compress(in_16_bits, text, caches)
@@ -341,7 +344,7 @@ def needed(Method):
     return held, allocated, max(*peaks, allocated)
 
 # %%
-needs = {name: needed(Method) for name, Method in methods.items()}
+needs = {name: needed(variant) for name, variant in methods.items()}
 alike = {}  # held, allocated and peak in percent → methods
 for name, need in needs.items():
     shares = tuple(round(100 * n / needs["full"][0]) for n in need)
@@ -404,5 +407,5 @@ axis.legend();
 #
 # <details><summary>Hint</summary>
 #
-# `piece` is an option of KVzip: `partial(KVzip, piece=64)`. Measure needles and time.
+# `piece` is an option of KVzip: `make_cache(model, KVzip, budget=128, piece=64)`. Measure needles and time.
 # </details>

@@ -12,14 +12,14 @@ import matplotlib.pyplot as plt
 import torch
 
 from lab.ask import answer, around
-from lab.registry import calibrated, given, load, pick
+from lab.loading import calibrated, load
+from lab.methods_by_name import pick
 from lab.render_results import rows
 from lab.replay import Recorder, record
 from lab.tasks import Tasks
-from methods.baselines.quantized import quantise
-from methods.ours.head_budgets import HeadBudgets
 from nanollm.cache import bytes_in_16_bits, compress, copied, make_cache
 from nanollm.generate import prefill
+from nanollm.rounded import quantise
 
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
@@ -32,13 +32,19 @@ model, encoding = load("smollm2")
 
 # %%
 LINES = {"few bits": ("quantized_2", "quantized_3", "quantized_4"),
-         "Fast KVzip": ("kvzip_fast",), "Fast KVzip, four bits": ("kvzip_fast_4",),
-         "question gates": ("question_gates",), "question gates, four bits": ("question_gates_4",),
-         "head budgets": ("head_budgets",), "KVzip, four bits, read twice": ("kvzip_4",)}
+         "Fast KVzip": ("kvzip_fast",), "Fast KVzip, four bits": ("kvzip_fast@4",),
+         "question gates": ("question_gates",), "question gates, four bits": ("question_gates@4",),
+         "head budgets": ("head_budgets",), "KVzip, four bits, read twice": ("kvzip@4",)}
+stored = rows("share")
+for row in stored:  # names of methods in few bits once had an underscore
+    for name in ("kvzip", "kvzip_fast", "question_gates"):
+        row["method"] = row["method"].replace(f"{name}_4", f"{name}@4")
+
+# %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained", sharey=True)
 for axis, decoder in zip(axes, ("smollm2", "built", "learned")):
     for (label, names), colour in zip(LINES.items(), plt.cm.tab10.colors):
-        line = sorted((row["share %"], row["of full"]) for row in rows("share")
+        line = sorted((row["share %"], row["of full"]) for row in stored
                       if row["decoder"] == decoder and row["method"] in names)
         axis.plot(*zip(*line), "o-", color=colour, label=label,
                   markerfacecolor="white" if "twice" in label else colour)
@@ -67,7 +73,8 @@ figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8);
 # KVzip ranks the entries of all heads together. `head_budgets` bets that a head's share belongs to the decoder and not to the text. It measures the shares on one training text, and then lets KeyDiff, a poor method by itself, choose within each head.
 
 # %%
-shares = calibrated(HeadBudgets, model, encoding)["shares"].flatten().sort(descending=True).values
+learned = calibrated(pick(["head_budgets"])["head_budgets"], model, encoding)
+shares = learned["shares"].flatten().sort(descending=True).values
 figure, axis = plt.subplots(figsize=(8, 2.6), layout="constrained")
 axis.bar(range(len(shares)), 25 * shares, color="#0072b2")
 axis.axhline(25, color="0.6", linewidth=1)
@@ -88,7 +95,7 @@ print(f"The first 9 of {len(shares)} heads get {shares[:9].sum() / shares.sum():
 # %%
 text = torch.from_numpy(Tasks(encoding, "test").batch("plain", 0, 1, 512).tokens)
 errors, worst = {bits: [] for bits in (2, 3, 4)}, []
-for layer in record(model, make_cache(model, Recorder), text):
+for layer in record(model, make_cache(model, store=Recorder), text):
     q, groups = layer.q[0].unflatten(0, (3, -1)), layer.k[0].unflatten(1, (-1, 32))  # 3 heads
     for bits in errors:
         code, zero, scale = quantise(groups, bits, 2)
@@ -128,11 +135,10 @@ def seconds(run, rounds=1):
 prefill(model, text, make_cache(model))  # the first run of a size takes longer
 unit = None
 print("                   reading   bytes    step")
-for name in ("full", "quantized_4", "kvzip", "kvzip_4", "kvzip_fast", "question_gates",
-             "question_gates_4", "head_budgets"):
-    Method = pick([name])[name]
-    options = given(Method, budget=128) | calibrated(Method, model, encoding)
-    caches = make_cache(model, Method, **options)
+NAMES = "full quantized_4 kvzip kvzip@4 kvzip_fast question_gates question_gates@4 head_budgets"
+for name, variant in pick(NAMES.split()).items():
+    options = variant.given(budget=128) | calibrated(variant, model, encoding)
+    caches = make_cache(model, variant.kind, variant.store, **options)
     reading = seconds(lambda: (prefill(model, text, caches), compress(model, text, caches)))
     size = bytes_in_16_bits(caches)
     found = reading, size, seconds(lambda: model(text[:, :1], caches), 8)
@@ -144,10 +150,10 @@ for name in ("full", "quantized_4", "kvzip", "kvzip_4", "kvzip_fast", "question_
 #
 # ## Ask in your own words
 #
-#     python -m nanollm compress --model smollm2 --method question_gates_4 --keep 25 --file BOOK --out book.cache
+#     python -m nanollm compress --model smollm2 --method question_gates@4 --keep 25 --file BOOK --out book.cache
 #     python -m nanollm ask book.cache "How many steps lead to the lamp?"
 #
-# These commands do what the next cell does.
+# These commands do what the next cell does. `@4` stores the entries that stay in four bits, and works with any method (`snap_kv@4`).
 
 # %%
 PAGE = """The harbour of Velm has a lighthouse of red brick. Marta Olsen built it in 1874, after two
@@ -159,12 +165,16 @@ and the money goes to the fishermen's choir. Its oldest member is Hanna Lund, wh
 sings bass. She says that the fog horn is the better musician, but never comes to the rehearsals."""
 QUESTIONS = ("How many steps lead to the lamp?", "Who is the oldest member of the choir?",
              "What is the name of the donkey?", "Who built the lighthouse?")
+
+# %%
 page = torch.tensor([around(encoding, model.config)[0] + encoding.encode_ordinary(PAGE)])
-gates = "question_gates_4"
+gates = "question_gates@4"
 for name, keep in ("full", 1), (gates, 0.5), (gates, 0.25), ("snap_kv", 0.25):
-    Method = pick([name])[name]
-    options = given(Method, budget=round(keep * page.numel())) | calibrated(Method, model, encoding)
-    prefill(model, page, caches := make_cache(model, Method, **options))
+    variant = pick([name])[name]
+    options = variant.given(budget=round(keep * page.numel()))
+    options |= calibrated(variant, model, encoding)
+    caches = make_cache(model, variant.kind, variant.store, **options)
+    prefill(model, page, caches)
     compress(model, page, caches)
     print(f"{name}, {keep:.0%} of the entries")
     for question in QUESTIONS:
@@ -177,14 +187,14 @@ for name, keep in ("full", 1), (gates, 0.5), (gates, 0.25), ("snap_kv", 0.25):
 # ## Three things to remember
 #
 # 1. One reading is enough. Gates that have learned from questions answer as much with an eighth of the entries as the full cache, on three decoders. Four bits on top leave 4 % of the bytes.
-# 2. They know the questions that taught them. For others, keep everything in four bits, or what the text can be rebuilt from (`kvzip_4`).
+# 2. They know the questions that taught them. For others, keep everything in four bits, or what the text can be rebuilt from (`kvzip@4`).
 # 3. Ask your own questions before you trust a share. What is lost comes back as a fluent mistake.
 #
 # ## Exercises
 #
 # 1. Round the values to two bits and the keys to four. Which task breaks, needles or pairs? The table in RESULTS.md has the answer.
-#    <details><summary>Hint</summary>Change <code>bits</code> in the lines of <code>Quantized.evict</code> and <code>codes</code> that round values.</details>
+#    <details><summary>Hint</summary>Change <code>bits</code> in the lines of <code>QuantizedSlots</code> that round values (<code>round</code>) and read them (<code>codes</code>).</details>
 # 2. Round the four worst channels of each head to eight bits and the others to two. What does it cost, and what does it save?
 #    <details><summary>Hint</summary>The cell above ranks the channels; <code>quantise</code> takes any part of them.</details>
 # 3. Take the budgets of one decoder's heads from a text of another kind, such as source code. Do they change?
-#    <details><summary>Hint</summary><code>HeadBudgets.calibrate(model, Tasks(encoding, "train", your_text))</code>.</details>
+#    <details><summary>Hint</summary><code>HeadBudgets.calibrate(model, Tasks(encoding, "train", your_text))</code>, from <code>methods/ours/head_budgets.py</code>.</details>
