@@ -1,4 +1,4 @@
-"""The README: commands and snippets run as a reader types them; its first table is of stored rows."""
+"""The README: commands and snippets run as typed; its first table is of stored rows."""
 
 from pathlib import Path
 import re
@@ -14,7 +14,7 @@ from methods.baselines.random_eviction import RandomEviction
 from nanollm import TINY
 
 from lab.benchmark import Benchmark
-from lab.evaluate import maker
+from lab.retrieval import maker
 from lab.tasks import Tasks
 from nanollm.cache import make_cache
 from nanollm.checkpoint import from_hf
@@ -24,17 +24,16 @@ from nanollm.tokenizer import load
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(?:python)?\n(.*?)```", README, re.S)
-COMMANDS = {
-    line.split("  #")[0]
-    .strip()
-    .removeprefix("pip install -r requirements.txt && "): None
-    for block in BLOCKS
-    for line in block.splitlines()
-}
-COMMANDS = [
-    line for line in COMMANDS if line.startswith("python -m") and "--all" not in line
-]
-ROWS = "--documents 2 --lengths 256 --model {small} --json {folder}/rows.json --figure {folder}/compare.svg"
+COMMANDS = []
+for line in "\n".join(BLOCKS).splitlines():
+    command = line.split("  #")[0].strip()
+    command = command.removeprefix("pip install -r requirements.txt && ")
+    if command.startswith("python -m") and "--all" not in command:
+        COMMANDS.append(command)
+ROWS = (
+    "--documents 2 --lengths 256 --model {small} "
+    "--json {folder}/rows.json --figure {folder}/compare.svg"
+)
 SMALLER = [  # what makes a long command a short one; the first that fits
     (" generate", ""),
     (" course", "--only chunks"),
@@ -69,61 +68,65 @@ def done(typed, tmp_path_factory):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_readme_runs(done, command):
     _, run = done[command]
-    assert run.returncode == 0 and run.stdout and "Traceback" not in run.stderr, (
-        run.stderr
-    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+    assert "Traceback" not in run.stderr
 
 
 def test_what_the_readme_names_exists():
     names = re.findall(r"`([\w.]+/[\w./]*)`|\]\(([\w./]+)\)", README)
-    assert len(names) > 10 and not [
-        name for name in map("".join, names) if not (ROOT / name).exists()
-    ]
+    names = ["".join(pair) for pair in names]
+    assert len(names) > 10
+    for name in names:
+        assert (ROOT / name).exists(), name
 
 
 def test_the_first_table_is_made_of_stored_rows():
     rows = render_results.by_method("smollm2")
-    lines = (
-        next(block for block in BLOCKS if "16-bit" in block).strip().splitlines()[2:]
-    )
-    for method, budget, *cells in map(str.split, lines):
-        row = rows[method, None if budget == "all" else float(budget) / 100]
+    shown = next(block for block in BLOCKS if "16-bit" in block)
+    lines = [line.split() for line in shown.strip().splitlines()[2:]]
+    for method, budget, *cells in lines:
+        keep_ratio = None if budget == "all" else float(budget) / 100
+        row = rows[method, keep_ratio]
         assert [method, budget, *cells] == table.show(row, short=True).split()
-    assert [line.split()[0] for line in lines] == [*table.SHOWN]
+    assert [line[0] for line in lines] == [*table.SHOWN]
     render_results.main(["--check"])  # RESULTS.md
 
 
 def snippet():
-    """The method that the README defines."""
+    """Return the method that the README defines."""
     (code,) = (block for block in BLOCKS if "class KVzipByValue" in block)
-    exec(code, found := {})
-    return found["KVzipByValue"]
+    names = {}
+    exec(code, names)
+    return names["KVzipByValue"]
 
 
 def test_the_readme_s_method_multiplies_kvzip_s_scores_by_the_sizes_of_the_values():
-    model, tokens = from_hf(TINY), torch.arange(40)[None]
-    caches = make_cache(model, snippet(), budget=8)
-    prefill(model, tokens, caches)
-    scores, own = (
-        Method.scores(model, tokens, caches) for Method in (KVzip, snippet())
-    )
-    for layer, (one, other) in enumerate(zip(scores, own)):
-        for score, value, found in zip(
-            one.flatten(), caches[layer].v.flatten(0, 2), other.flatten()
-        ):
-            assert found == pytest.approx(
-                score * sum(x**2 for x in value.tolist()) ** 0.5
-            )
+    model = from_hf(TINY)
+    tokens = torch.arange(40)[None]
+    layers = make_cache(model, snippet(), budget=8)
+    prefill(model, tokens, layers)
+    scores = KVzip(budget=8).scores(model, tokens, layers)
+    own = layers[0].method.scores(model, tokens, layers)
+    for layer, one, other in zip(layers, scores, own):
+        values = layer.v.flatten(0, 2)
+        for score, value, found in zip(one.flatten(), values, other.flatten()):
+            size = sum(x**2 for x in value.tolist()) ** 0.5
+            assert found == pytest.approx(score * size)
 
 
 def test_the_readme_s_method_beats_random_eviction():
-    model, tasks = from_hf(TINY), Tasks(load(TINY / "tokenizer.tiktoken"), "test")
-    batches = {
-        task: tasks.batch(task, 0, 4, 256) for task in ("needle", "pairs", "few_shot")
-    }
-    read = Benchmark.read(model, batches, None)
-    own, random = (
-        read.measured(model, maker(model, Method, 0.25))[0]
-        for Method in (snippet(), RandomEviction)
-    )
-    assert all(own[column].mean() > random[column].mean() for column in own)
+    model = from_hf(TINY)
+    tasks = Tasks(load(TINY / "tokenizer.tiktoken"), "test")
+    batches = {}
+    for task in ("needle", "pairs", "few_shot"):
+        batches[task] = tasks.batch(task, 0, 4, 256)
+    benchmark = Benchmark.read(model, batches, None)
+
+    def right(kind):
+        return benchmark.measured(model, maker(model, kind, 0.25))[0]
+
+    own = right(snippet())
+    random = right(RandomEviction)
+    for column in own:
+        assert own[column].mean() > random[column].mean()
