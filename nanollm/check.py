@@ -135,7 +135,8 @@ def check_score(score: Tensor, shape: tuple[int, int, int]):
 
 def check_numbers(score: Tensor):
     """Raise ValueError if any of the scores (B, H, S) is NaN, because NaN has no order."""
-    if n := int(score.isnan().sum()):
+    n = int(score.isnan().sum())
+    if n:
         raise ValueError(
             f"{n} of {score.numel()} scores are NaN; give each slot a number or ±inf"
         )
@@ -147,15 +148,18 @@ def check_caches(caches: list, layers: int, B: int):
         raise ValueError(
             f"{layers} layers need a cache each; the list has {len(caches)}; use make_cache"
         )
-    if len(seen := {cache.seen for cache in caches}) > 1:
+    seen = {cache.seen for cache in caches}
+    if len(seen) > 1:
         raise ValueError(
             f"the layers' caches have seen {min(seen)} to {max(seen)} tokens "
             "and must agree; make new ones"
         )
-    if "k" in caches[0].slots and (texts := caches[0].slots["k"].shape[0]) != B:
-        raise ValueError(
-            f"{B} texts do not fit caches that hold {texts}; make new ones for a new batch"
-        )
+    if "k" in caches[0].slots:
+        texts = caches[0].slots["k"].shape[0]
+        if texts != B:
+            raise ValueError(
+                f"{B} texts do not fit caches that hold {texts}; make new ones for a new batch"
+            )
 
 
 def check_tokens(x: Tensor, name: str = "tokens"):
@@ -169,8 +173,7 @@ def check_tokens(x: Tensor, name: str = "tokens"):
 
 # ---- a decoder: its Config and its arguments ---------------------------------------------------
 
-# of Llama 3.1
-SCALING = (
+SCALING = (  # of Llama 3.1
     "factor",
     "low_freq_factor",
     "high_freq_factor",
@@ -200,20 +203,26 @@ def check_config(c):
 def check_forward(model, tokens: Tensor, caches, last: int | None):
     """Raise ValueError unless the arguments fit the decoder and the text is not too long."""
     check_tokens(tokens)
-    V, longest, T = model.config.vocab_size, model.config.max_len, tokens.shape[1]
+    V = model.config.vocab_size
+    longest = model.config.max_len
+    T = tokens.shape[1]
     # not on a GPU, where reading the two numbers would wait for all work before it
-    if tokens.device.type == "cpu" and (
-        int(tokens.min()) < 0 or int(tokens.max()) >= V
-    ):
-        raise ValueError(
-            f"token ids {int(tokens.min())} … {int(tokens.max())} must lie in the vocabulary "
-            f"0 … {V - 1}; use the model's own tokenizer"
-        )
+    if tokens.device.type == "cpu":
+        low = int(tokens.min())
+        high = int(tokens.max())
+        if low < 0 or high >= V:
+            raise ValueError(
+                f"token ids {low} … {high} must lie in the vocabulary "
+                f"0 … {V - 1}; use the model's own tokenizer"
+            )
     if caches is not None:
         check_caches(caches, len(model.blocks), len(tokens))
     if last is not None:
         whole("last", last, 1, T)
-    if (end := T + (caches[0].seen if caches else 0)) > longest:
+    end = T
+    if caches:
+        end += caches[0].seen
+    if end > longest:
         raise ValueError(
             f"{end} tokens exceed the model's length of {longest}; shorten the text"
         )

@@ -1,39 +1,111 @@
-"""Methods by name: what the files of methods/ offer, and additions on top."""
+"""Methods by name: variants of the files of methods/, additions on top, and few bits."""
 
 from functools import partial
 import re
 
 import pytest
-import torch
 
-from common import ENCODING, decoder
-from lab.registry import calibrated, given, has_budget, methods, pick
+from common import decoder
+from lab.methods_by_name import Variant, known_names, named, pick, variant
 from methods.baselines.ada_kv import AdaKV
+from methods.baselines.h2o import H2O
+from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip
-from methods.baselines.quantized import Quantized
 from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical
 from methods.ours.question_gates import QuestionGates
 from methods.ours.residual import Residual
-from nanollm import SHIPPED, checkpoint
-from nanollm.cache import LayerCache
+from nanollm.cache import Method, make_cache
+from nanollm.rounded import RoundedSlots
+
+
+def one(name) -> Variant:
+    return pick([name])[name]
+
+
+def made(name, **options):
+    """Return the caches of a name on a decoder of three layers."""
+    found = one(name)
+    return make_cache(decoder(), found.kind, found.store, **found.given(**options))
+
+
+# ---- variants ----
 
 
 def test_methods_are_the_variants_of_all_files():
-    found, additions, broken = methods()
-    assert not broken and [*found] == ["full", *sorted(found.keys() - {"full"})]
-    assert found["full"] is LayerCache
-    assert {
-        "h2o",
-        "streaming_llm",
-        "snap_kv",
-        "ada_kv",
-        "snap_kv+critical",
-        "kvzip_4",
-    } <= found.keys()
+    variants, additions, broken = known_names()
+    assert not broken
+    assert variants["full"] == Variant(Method, {})
+    assert {"h2o", "streaming_llm", "snap_kv", "snap_kv+critical"} <= variants.keys()
     assert {"critical", "chunk", "residual"} <= additions.keys()
-    assert pick([]) == found and [*pick(["random", "full"])] == ["random", "full"]
+
+
+def test_all_are_in_order_and_two_of_them_also_in_four_bits():
+    variants, _, _ = known_names()
+    names = [*pick([])]
+    assert names[0] == "full"
+    assert names[1:] == sorted(names[1:])
+    assert {*names} - variants.keys() == {"kvzip@4", "question_gates@4"}
+    assert [*pick(["random", "full"])] == ["random", "full"]
+
+
+def test_a_variant_is_a_method_or_a_partial_of_one():
+    assert variant(H2O) == Variant(H2O, {})
+    assert variant(partial(H2O, recent=0.1)) == Variant(H2O, dict(recent=0.1))
+    twice = partial(partial(KVzip, recent=8), sinks=4)
+    assert variant(twice) == Variant(KVzip, dict(recent=8, sinks=4))
+
+
+@pytest.mark.parametrize(
+    "wrong", ["H2O", H2O.evict, int, Critical(), partial(H2O, 64), partial(int, 1)]
+)
+def test_other_variants_are_refused(wrong):
+    with pytest.raises(ValueError, match="is no variant; write a method, or partial"):
+        variant(wrong)
+
+
+def test_a_variant_s_own_options_win():
+    wide = variant(partial(SnapKV, window_size=24))
+    assert wide.given(window_size=8, budget=40) == dict(window_size=24, budget=40)
+    fixed = variant(partial(H2O, budget=64))
+    assert not fixed.takes("budget")
+    assert fixed.given(budget=8) == dict(budget=64)
+
+
+def test_a_method_is_given_the_options_that_it_has():
+    known = dict(window_size=8, floor=0.5)
+    expected = {
+        "full": [],
+        "h2o": [],
+        "snap_kv": ["window_size"],
+        "ada_kv": ["window_size", "floor"],
+        "chunk_kv_reuse": ["window_size", "reuse"],
+        "ada_kv+chunk": ["window_size", "floor", "kernel_size", "select"],
+    }
+    found = {name: {*one(name).given(**known)} for name in expected}
+    assert found == {name: {*options} for name, options in expected.items()}
+    without = [name for name, found in pick([]).items() if not found.takes("budget")]
+    assert without == ["full", "quantized_2", "quantized_3", "quantized_4"]
+
+
+@pytest.mark.parametrize(
+    "kind, calibrates",
+    [
+        (Method, None),
+        (KVzip, None),
+        (FastKVzip, FastKVzip),
+        (QuestionGates, QuestionGates),
+        (type("Mine", (FastKVzip,), {}), FastKVzip),
+        (partial(FastKVzip, recent=16), FastKVzip),
+        (partial(QuestionGates, recent=16), QuestionGates),
+    ],
+)
+def test_the_class_that_learns_is_found(kind, calibrates):
+    assert variant(kind).calibrates is calibrates
+
+
+# ---- additions ----
 
 
 @pytest.mark.parametrize(
@@ -41,60 +113,95 @@ def test_methods_are_the_variants_of_all_files():
     [
         ("ada_kv+critical+residual", AdaKV, Residual(Critical())),
         ("snap_kv+critical", SnapKV, Critical()),
+        ("snap_kv+critical+residual", SnapKV, Residual(Critical())),
         ("chunk_kv+residual", ChunkKV, Residual(Chunks())),
         ("ada_kv+chunk+residual", AdaKV, Residual(Chunks())),
     ],
 )
 def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, base, chosen):
-    (Method,) = pick([name]).values()
-    cache = Method(budget=40, window_size=3)
-    assert isinstance(cache, base) and (
-        cache.budget,
-        cache.window_size,
-        cache.select,
-    ) == (40, 3, chosen)
-    pooled = base is not ChunkKV and "+chunk" not in name
+    layer, *_ = made(name, budget=40, window_size=3)
+    method = layer.method
+    assert isinstance(method, base)
+    assert (method.budget, method.window_size) == (40, 3)
+    assert method.select == chosen
     # chunks are not pooled, as in their paper
-    assert cache.kernel_size == (7 if pooled else 1)
+    chunks = base is ChunkKV or "+chunk" in name
+    assert method.kernel_size == (1 if chunks else 7)
+
+
+def test_a_variant_of_a_window_method_takes_additions_too():
+    variants = dict(wide=variant(partial(SnapKV, window_size=24)))
+    additions = dict(critical=dict(select=Critical()))
+    found = named("wide+critical", variants, additions)
+    assert found == Variant(SnapKV, dict(window_size=24, select=Critical()))
+
+
+def test_what_an_option_of_the_variant_forbids_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="reuse is 2, but only Chunks can be reused"):
+        made("chunk_kv_reuse+residual", budget=40)
 
 
 @pytest.mark.parametrize(
     "name, message",
     [
-        *(
-            (name, "unknown method .* known are full, .*h2o")
-            for name in ("nope", "ada_kv+nope", "ada_kv+critical+nope", "h2o+critical")
-        ),
-        ("ada_kv+residual+critical", "would undo Residual"),
-        ("chunk_kv+critical", "would undo Chunks"),
+        ("nope", r"unknown method 'nope'; known are full, .*h2o.*\+critical"),
+        ("snapkv", "unknown method 'snapkv'; did you mean 'snap_kv'"),
+        ("kvzip_4", "unknown method 'kvzip_4'; did you mean 'kvzip@4'"),
+        ("adakv+critical", "unknown method 'adakv'; did you mean 'ada_kv'"),
+        ("ada_kv+critcal", "addition 'critcal' in .*; did you mean 'critical'"),
+        ("ada_kv+nope", "unknown addition 'nope' in 'ada_kv[+]nope'; known are chunk,"),
+        ("ada_kv+critical+nope", "unknown addition 'nope'"),
+        ("h2o+critical", "h2o is no window method"),
+        ("ada_kv+residual+critical", "Critical would undo Residual"),
+        ("chunk_kv+critical", "Critical would undo Chunks"),
     ],
 )
-def test_what_cannot_be_composed_is_refused(name, message):
+def test_what_cannot_be_named_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         pick(["h2o", name])
 
 
-def test_what_a_method_is_given_and_finds_out():
-    known = dict(window_size=8, floor=0.5)
-    found = pick(
-        ["full", "h2o", "snap_kv", "ada_kv", "chunk_kv_reuse", "ada_kv+chunk"]
-    ).values()
-    assert [[*given(Method, **known)] for Method in found] == [
-        [],
-        [],
-        ["window_size"],
-        ["window_size", "floor"],
-        ["window_size"],
-        ["window_size", "floor"],
-    ]
-    assert [name for name, Method in pick([]).items() if not has_budget(Method)] == [
-        "full",
-        "quantized_2",
-        "quantized_3",
-        "quantized_4",
-    ]
-    assert not has_budget(Quantized) and has_budget(partial(SnapKV, window_size=3))
-    assert calibrated(LayerCache, None, None) == {}
+# ---- few bits ----
+
+
+@pytest.mark.parametrize(
+    "name, kind, bits",
+    [
+        ("snap_kv@4", SnapKV, 4),
+        ("ada_kv+critical@3", AdaKV, 3),
+        ("full@8", Method, 8),
+        ("h2o@1", H2O, 1),
+    ],
+)
+def test_a_number_of_bits_puts_the_entries_in_a_rounded_store(name, kind, bits):
+    layer, *_ = made(name, budget=40, window_size=3)
+    assert isinstance(layer.method, kind)
+    assert isinstance(layer, RoundedSlots)
+    assert layer.bits == bits
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("snap_kv@9", "snap_kv@9: '9' is no number of bits; give 1 to 8"),
+        ("snap_kv@0", "'0' is no number of bits"),
+        ("snap_kv@", "'' is no number of bits"),
+        ("snap_kv@4+critical", "'4[+]critical' is no .*, at the name's end"),
+        (
+            "kv_reviver@4",
+            "kv_reviver keeps its entries in .* SketchSlots; leave out @4",
+        ),
+        ("quantized_2@4", "quantized_2 keeps its entries in a store of its own"),
+        ("snapkv@4", "unknown method 'snapkv'"),
+    ],
+)
+def test_bits_that_cannot_be_had_are_refused(name, message):
+    with pytest.raises(ValueError, match=message) as error:
+        pick([name])
+    assert "\n" not in str(error.value)
+
+
+# ---- files of a user's own ----
 
 
 def test_a_broken_file_is_named_and_the_others_are_found(only_h2o, capsys):
@@ -102,6 +209,7 @@ def test_a_broken_file_is_named_and_the_others_are_found(only_h2o, capsys):
         "empty": ("", ".* has no attribute 'variants'"),
         "leaves": ("raise SystemExit(3)", "SystemExit, line 1 of leaves.py"),
         "syntax": ("def", r"SyntaxError: .*\(syntax.py, line 1\)"),
+        "text": ("variants = {'mine': 'H2O'}", "'H2O' is no variant; write a method"),
         "typo": (
             "def f():\n    undefined\nf()",
             "NameError, line 2 of typo.py: name 'undefined'",
@@ -111,55 +219,13 @@ def test_a_broken_file_is_named_and_the_others_are_found(only_h2o, capsys):
             "another file already has a method 'h2o'",
         ),
     }
-    (only_h2o / "ours").mkdir(exist_ok=True)
+    (only_h2o / "ours").mkdir()
     for name, (code, _) in files.items():
         (only_h2o / f"{name}.py").write_text(code + "\n")
     with pytest.raises(ValueError, match="unknown method 'typo'"):
         pick(["typo", "h2o"])
     lines = capsys.readouterr().err.splitlines()
-    for line, name in zip(lines, files, strict=True):
-        assert re.match(f"methods/{name}.py is left out: {files[name][1]}", line), line
+    assert len(lines) == len(files)
+    for line, (name, (_, why)) in zip(lines, files.items()):
+        assert re.match(f"methods/{name}.py is left out: {why}", line), line
     assert [*pick([])] == ["full", "h2o"]
-
-
-def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(tmp_path, monkeypatch):
-    class Learner(LayerCache):
-        asked = []
-
-        @staticmethod
-        def calibrate(model, tasks):
-            Learner.asked.append(model)
-            return dict(gates=torch.ones(2, 3), shares=torch.zeros(2))
-
-    model = decoder(vocab_size=2048)
-    for _ in range(2):
-        found = calibrated(Learner, model, ENCODING, tmp_path / "new")
-        assert (
-            torch.equal(found["gates"], torch.ones(2, 3))
-            and found["shares"].eq(0).all()
-        )
-    assert Learner.asked == [model]
-    # what ships: here a folder of one decoder
-    monkeypatch.setattr("lab.registry.CALIBRATED", tmp_path)
-    assert (
-        calibrated(Learner, model, ENCODING).keys() == {"gates", "shares"}
-        and len(Learner.asked) == 1
-    )
-    calibrated(Learner, decoder(vocab_size=2048, n_layers=1), ENCODING)
-    assert len(Learner.asked) == 2
-
-    with pytest.raises(
-        ValueError, match="Learner.safetensors was calibrated on another decoder"
-    ):
-        calibrated(
-            Learner, decoder(vocab_size=2048, n_layers=1), ENCODING, tmp_path / "new"
-        )
-
-
-@pytest.mark.parametrize("folder", SHIPPED.values())
-def test_nothing_is_learned_anew_of_a_decoder_that_ships(folder, monkeypatch):
-    model = checkpoint.from_hf(folder)
-    for Method in FastKVzip, QuestionGates:
-        monkeypatch.setattr(Method, "calibrate", None)  # not to be called
-    for name in "kvzip_fast", "question_gates", "question_gates_4":
-        assert calibrated(pick([name])[name], model, ENCODING).keys() == {"gates"}
