@@ -1,0 +1,60 @@
+"""Which tokens caches hold, exact or rounded, and how many slots they have."""
+
+from functools import partial
+
+import torch
+
+from common import TOKENS, decoder
+from lab.kept import held, slots_per_head
+from methods.baselines.h2o import H2O
+from methods.baselines.quantized import Quantized
+from nanollm.cache import NEVER, Method, Slots, compress, make_cache
+from nanollm.rounded import RoundedSlots
+
+
+@torch.no_grad()
+def read(kind=Method, store=None, **options):
+    """Return caches that have read a text, are compressed, and have read one token more."""
+    model = decoder()
+    caches = make_cache(model, kind, store, **options)
+    model(TOKENS[:, :30], caches)
+    compress(model, TOKENS[:, :30], caches)
+    model(TOKENS[:, 30:31], caches)
+    return caches
+
+
+def test_slots_are_those_of_the_text_that_has_the_most():
+    x = torch.zeros(2, 2, 6, 4)
+    one, other = Slots(), Slots()
+    for layer in one, other:
+        layer.write(x, x, torch.arange(6)[None])
+    kept = [[[0, 1, -1], [0, -1, -1]], [[0, 1, 2], [0, -1, -1]]]
+    one.keep(torch.tensor(kept))
+    assert slots_per_head([one, other]) == (3 + 1 + 6 + 6) / 4
+
+
+def test_a_head_holds_the_tokens_whose_positions_it_has():
+    caches = read(H2O, budget=8)
+    found = held(caches, 31)
+    assert found.shape == (2, 3, 2, 31)
+    for layer, heads in zip(caches, found.unbind(1)):
+        for row, own in zip(layer.pos.flatten(0, 1), heads.flatten(0, 1)):
+            assert own.nonzero().flatten().tolist() == sorted(row.tolist())
+    assert slots_per_head(caches) == 8
+
+
+def test_rounded_entries_count_as_exact_ones_do():
+    few_bits = dict(
+        rounded=read(store=partial(RoundedSlots, bits=4)),
+        quantized=read(Quantized, bits=4, group_size=8, residual_length=4),
+    )
+    for caches in few_bits.values():
+        assert held(caches, 31).all()
+        assert slots_per_head(caches) == 31
+    exact = few_bits["quantized"][0].pos
+    assert (exact != NEVER).sum(-1).max() < 31
+
+
+def test_of_fewer_tokens_only_these_are_looked_for():
+    caches = read(H2O, budget=8)
+    assert held(caches, 10).equal(held(caches, 31)[..., :10])

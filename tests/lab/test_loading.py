@@ -1,0 +1,104 @@
+"""What a command loads: decoders by their engines, and what methods learn of a decoder."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from common import ENCODING, checkpoint_of_two_layers, decoder, tasks
+from lab import loading
+from lab.loading import calibrated, load
+from lab.methods_by_name import Variant, pick, variant
+from methods.baselines.kvzip_fast import FastKVzip
+from methods.ours.chunk_kv_semantic import SemanticChunkKV
+from methods.ours.question_gates import QuestionGates
+from nanollm import SHIPPED, checkpoint
+from nanollm.cache import Method, make_cache
+from nanollm.model import Decoder
+from nanollm.tokenizer import boundaries
+
+
+@pytest.fixture
+def learner(monkeypatch):
+    """Return a method that learns two options; `asked` has the decoders that taught it."""
+
+    @dataclass
+    class Learner(Method):
+        gates: torch.Tensor | None = None
+        shares: torch.Tensor | None = None
+        asked = []
+
+        @staticmethod
+        def calibrate(model, tasks):
+            Learner.asked.append(model)
+            assert tasks.split == "train"
+            return dict(gates=torch.ones(2, 3), shares=torch.zeros(2))
+
+    monkeypatch.setattr(loading, "Tasks", lambda encoding, split: tasks(split))
+    loading.training_tasks.cache_clear()
+    yield Learner
+    loading.training_tasks.cache_clear()
+
+
+def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(
+    tmp_path, monkeypatch, learner
+):
+    model = decoder(vocab_size=2048)
+    other = decoder(vocab_size=2048, n_layers=1)
+    learns = Variant(learner, {})
+    for _ in range(2):
+        found = calibrated(learns, model, ENCODING, tmp_path / "new")
+        assert found["gates"].equal(torch.ones(2, 3))
+        assert found["shares"].eq(0).all()
+    assert learner.asked == [model]
+
+    # what ships: here a folder of one decoder
+    monkeypatch.setattr(loading, "CALIBRATED", tmp_path)
+    assert calibrated(learns, model, ENCODING).keys() == {"gates", "shares"}
+    assert learner.asked == [model]
+    calibrated(learns, other, ENCODING)
+    assert learner.asked == [model, other]
+
+    message = "Learner.safetensors was calibrated on another decoder"
+    with pytest.raises(ValueError, match=message):
+        calibrated(learns, other, ENCODING, tmp_path / "new")
+
+
+def test_a_method_that_learns_nothing_asks_nothing():
+    assert calibrated(Variant(Method, {}), None, None) == {}
+
+
+@pytest.mark.parametrize("folder", SHIPPED.values())
+def test_nothing_is_learned_anew_of_a_decoder_that_ships(folder, monkeypatch):
+    model = checkpoint.from_hf(folder)
+    for kind in FastKVzip, QuestionGates:
+        monkeypatch.setattr(kind, "calibrate", None)  # not to be called
+    for name in "kvzip_fast", "question_gates", "question_gates@4":
+        assert calibrated(pick([name])[name], model, ENCODING).keys() == {"gates"}
+    mine = variant(partial(FastKVzip, recent=16))
+    gates = calibrated(mine, model, ENCODING)["gates"]
+    options = mine.given(gates=gates, budget=40)
+    layer, *_ = make_cache(model, mine.kind, **options)
+    assert layer.method.recent == 16
+    assert layer.method.gates.equal(gates)
+
+
+def test_where_sentences_end_is_learned_without_the_training_text(monkeypatch):
+    monkeypatch.setattr(loading, "Tasks", None)  # it takes seconds to encode
+    model = decoder(vocab_size=2048)
+    (ends,) = calibrated(Variant(SemanticChunkKV, {}), model, ENCODING).values()
+    assert ends.equal(boundaries(ENCODING, 2048))
+
+
+@pytest.mark.parametrize("engine", ["auto", "ours", "transformers"])
+def test_an_engine_runs_a_checkpoint(engine, tmp_path):
+    folder = checkpoint_of_two_layers(tmp_path)
+    model, encoding = load(folder, engine=engine)
+    assert isinstance(model, Decoder) == (engine != "transformers")
+    assert encoding.decode(encoding.encode_ordinary("a text")) == "a text"
+    expected = checkpoint.from_hf(folder)
+    tokens = torch.tensor([[5, 3, 700]])
+    with torch.no_grad():
+        logits = model(tokens)
+        assert torch.allclose(logits, expected(tokens), rtol=1e-4, atol=1e-5)
