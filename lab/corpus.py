@@ -89,8 +89,8 @@ def one_side(docs: list[str], test: bool) -> list[str]:
 
 def words_of(docs: list[str], test: bool) -> list[str]:
     counts = Counter(re.findall(r"(?<= )[a-z]{4,9}(?=[ ,.])", "\n".join(docs)))
-    common = sorted(word for word, n in counts.items() if n >= 5)
-    return [word for word in common if held_out(word, 5) == test]
+    common = [word for word, n in counts.items() if n >= 5]
+    return sorted(word for word in common if held_out(word, 5) == test)
 
 
 @cache

@@ -69,13 +69,10 @@ def style(name: str) -> dict:
     look.
     """
     base, _, addition = name.partition("+")
-    families = [family for family in FAMILIES if f"{base}_".startswith(f"{family}_")]
-    if families:
-        color, marker = FAMILIES[families[0]]
-        variant = addition or base.removeprefix(families[0]).strip("_")
-    else:
-        color, marker = OTHERS[crc32(base.encode()) % len(OTHERS)]
-        variant = addition
+    begins = lambda family: f"{base}_".startswith(f"{family}_")
+    family = next(filter(begins, FAMILIES), base)
+    color, marker = FAMILIES.get(family) or OTHERS[crc32(base.encode()) % len(OTHERS)]
+    variant = addition or base.removeprefix(family).strip("_")
     return dict(color=color, marker=marker, linestyle=DASHES.get(variant, "--"))
 
 

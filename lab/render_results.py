@@ -154,8 +154,7 @@ def trained() -> str:
 def percent(accuracy: dict | None) -> str:
     if accuracy is None:
         return "–"
-    value, error = accuracy["value"], accuracy["standard_error"]
-    return f"{100 * value:.1f} ± {100 * error:.1f} %"
+    return f"{100 * accuracy['value']:.1f} ± {100 * accuracy['standard_error']:.1f} %"
 
 
 def rendered() -> str:

@@ -86,10 +86,10 @@ def text_table(rows: list[list[str]], widths: list[int] = ()) -> str:
     least = [*widths, *[0] * (len(columns) - len(widths))]
     wide = [max(least[i], *map(len, column)) for i, column in enumerate(columns)]
     lines = []
-    for first, *others in rows:
-        line = [first.ljust(wide[0])]
-        line += [cell.rjust(n) for cell, n in zip(others, wide[1:])]
-        lines.append("  ".join(line).rstrip())
+    for row in rows:
+        cells = [cell.rjust(n) for cell, n in zip(row, wide)]
+        cells[0] = row[0].ljust(wide[0])
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
@@ -159,8 +159,7 @@ def show(row: dict, short: bool = False) -> str:
     """Return a row as a line of the table."""
     cells = [row["method"], budget(row), f"{row['live_16'] / 1024:.0f}"]
     for task in tasks_of(row):
-        aware, agnostic = row[f"{task}_aware"], row[f"{task}_agnostic"]
-        cells.append(f"{aware:5.2f} {agnostic:8.2f}")
+        cells.append(f"{row[f'{task}_aware']:5.2f} {row[f'{task}_agnostic']:8.2f}")
     if not short:
         form = ".2f" if row["perplexity"] < 1e4 else ".1e"
         cells.append(format(row["perplexity"], form))
@@ -214,6 +213,7 @@ def findings(rows: list[dict]) -> str:
     full, others = split(rows)
     if not full or not others:
         return ""
+    names = [row["method"] for row in others]
     tasks = [task for task in tasks_of(full) if judges(full, task)]
     within = f"within {NEARLY:g} of the full cache's accuracy (mean over the tasks)"
     paragraphs = []
@@ -221,7 +221,6 @@ def findings(rows: list[dict]) -> str:
         mean = {}
         for row in rows:
             mean[row["method"]] = fmean(row[f"{task}_{setting}"] for task in tasks)
-        names = [row["method"] for row in others]
         near = [name for name in names if mean[name] >= mean["full"] - NEARLY]
         paragraphs.append(
             f"{setting.title()}: {len(near) or 'none'} of {len(others)} methods "
@@ -229,12 +228,12 @@ def findings(rows: list[dict]) -> str:
             + (f": {', '.join(near)}." if near else ".")
         )
     smallest = min(others, key=lambda row: row["live_16"])
-    percent = 100 * smallest["live_16"] / full["live_16"]
     closest = min(others, key=lambda row: row["kl"])
     farthest = max(others, key=lambda row: row["kl"])
     paragraphs.append(
-        f"Cost: {smallest['method']} holds the fewest bytes, {percent:.0f} % of a full "
-        "16-bit cache. The predictions change least with "
+        f"Cost: {smallest['method']} holds the fewest bytes, "
+        f"{100 * smallest['live_16'] / full['live_16']:.0f} % of a full 16-bit cache. "
+        "The predictions change least with "
         f"{closest['method']} (KL {max(closest['kl'], 0):.3f}) "
         f"and most with {farthest['method']} (KL {farthest['kl']:.3f})."
     )

@@ -72,7 +72,9 @@ class Tasks:
 
     def __init__(self, encoding, split: str, filler: str | None = None):
         foreign = isinstance(encoding, Foreign)
-        if not foreign and not has_numbers(encoding):
+        encode = getattr(encoding, "encode_ordinary", None)
+        numbers = encode("0099") if encode else None
+        if not foreign and numbers != [256, 355]:
             raise ValueError(
                 "the tasks need a tokenizer of nanollm/tokenizer.py, in which tokens 256 to 355 "
                 "are 00 to 99, or one of transformers, as Foreign"
@@ -96,7 +98,7 @@ class Tasks:
         self.lines = self.lines_of_kinds()
         self.asked_lines = self.alike_lines() if foreign else self.lines
 
-    def alike_words(self) -> list[Ids]:
+    def alike_words(self):
         """Return the tokens of words that have one length: 2, or the shortest of 100 words."""
         encoded = self.encode([f" {word}" for word in corpus.words(self.split)])
         words_of = Counter(map(len, encoded))
@@ -107,7 +109,7 @@ class Tasks:
         chosen = max(range(1, 9), key=preference)
         return [ids for ids in encoded if len(ids) == chosen]
 
-    def lines_of_kinds(self) -> list[list[Ids]]:
+    def lines_of_kinds(self):
         """Return for each kind in LINE_KINDS the source lines of 4 to 12 tokens."""
         lines = set()
         for document in corpus.text(self.split):
@@ -116,10 +118,11 @@ class Tasks:
         for start in LINE_KINDS:
             of_kind = sorted(line for line in lines if line.startswith(start))
             encoded = self.encode(of_kind)
-            kinds.append([ids for ids in encoded if 4 <= len(ids) <= 12])
+            short = [ids for ids in encoded if 4 <= len(ids) <= 12]
+            kinds.append(short)
         return kinds
 
-    def alike_lines(self) -> list[list[Ids]]:
+    def alike_lines(self):
         """Return the lines of one length, so that documents align; all if a kind has none."""
         lines_of = [Counter(map(len, kind)) for kind in self.lines]
         least = lambda length: min(count[length] for count in lines_of)
@@ -363,13 +366,6 @@ def aligned(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
     answers = [slice(start, end) for start, end in edges.tolist()]
     question = int(np.argmax(shape != TEXT)) if answers else len(shape)
     return Batch(tokens, roles, question, answers)
-
-
-def has_numbers(encoding) -> bool:
-    """Return whether tokens 256 to 355 are the numbers 00 to 99, as in nanollm/tokenizer.py."""
-    if not hasattr(encoding, "encode_ordinary"):
-        return False
-    return encoding.encode_ordinary("0099") == [256, 355]
 
 
 class Unmarked(Tasks):

@@ -86,19 +86,21 @@ def test_families_can_be_told_apart_in_grey():
 
 
 @pytest.mark.parametrize(
-    "family, variants",
+    "family, names",
     [
-        ("ada_kv", "+critical +critical_code +theta +residual +chunk +semantic"),
-        ("chunk_kv", "_reuse _semantic"),
-        ("kv_reviver", "_mean _shrunk"),
-        ("quantized", "_3 _4"),
-        ("kvzip", "_4 _fast _recent"),
+        (
+            "ada_kv",
+            "ada_kv ada_kv+critical ada_kv+critical_code ada_kv+theta ada_kv+residual "
+            "ada_kv+chunk ada_kv+semantic",
+        ),
+        ("chunk_kv", "chunk_kv chunk_kv_reuse chunk_kv_semantic"),
+        ("kv_reviver", "kv_reviver kv_reviver_mean kv_reviver_shrunk"),
+        ("quantized", "quantized_2 quantized_3 quantized_4"),
+        ("kvzip", "kvzip kvzip_4 kvzip_fast kvzip_recent"),
     ],
 )
-def test_a_variant_has_its_familys_look_but_for_the_dash(family, variants):
-    first = "quantized_2" if family == "quantized" else family
-    styles = [plot.style(first)]
-    styles += [plot.style(family + variant) for variant in variants.split()]
+def test_a_variant_has_its_familys_look_but_for_the_dash(family, names):
+    styles = [plot.style(name) for name in names.split()]
     for look in styles:
         assert (look["color"], look["marker"]) == plot.FAMILIES[family]
     assert styles[0]["linestyle"] == "-"

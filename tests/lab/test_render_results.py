@@ -22,15 +22,13 @@ def stored(monkeypatch, tmp_path):
 
 
 def test_of_a_failed_command_the_stored_rows_stay(monkeypatch, stored):
-    sections = {
-        name: (name.title(), f"python -m made_{name}", "What to see.")
-        for name in ("first", "second")
-    }
+    sections = {}
     monkeypatch.setattr(render_results, "SECTIONS", sections)
     monkeypatch.setenv("PYTHONPATH", str(stored))
     for name, code in dict(first=0, second=2).items():
         (stored / f"made_{name}.py").write_text(SCRIPT.format(code=code))
         command = f"python -m made_{name}"
+        sections[name] = name.title(), command, "What to see."
         render_results.write(name, command, "a machine", "today", [{"text": "old"}])
     with pytest.raises(CalledProcessError):
         render_results.main(["first", "second"])
@@ -57,29 +55,24 @@ def test_rows_of_the_comparison_are_stored_without_the_numbers_of_documents(stor
     more = dict(each=dict(kl=[1]), model="/a/path")
     render_results.write("all", "x", "y", "z", [row | more])
     assert render_results.rows("all") == [row]
-    claim = dict(claim="P7", model="smollm2")
-    render_results.write("claims", "x", "y", "z", [claim])
-    assert render_results.rows("claims") == [claim]
 
 
 def test_a_comparison_is_known_by_its_command_and_its_rows():
     for name, (_, command, _) in render_results.SECTIONS.items():
-        row = render_results.rows(name)[0]
         if name != "unlike":  # its rows have the later questions' accuracies alone
-            by_command = render_results.COMPARISON.match(command)
-            assert bool(by_command) == ("keep_ratio" in row)
+            by_command = bool(render_results.COMPARISON.match(command))
+            assert by_command == ("keep_ratio" in render_results.rows(name)[0])
 
 
 @pytest.mark.parametrize("name", ["all", "learned"])
 def test_stored_rows_have_every_method_at_its_budgets(name):
-    stored = render_results.by_method(name)
-    assert len(stored) == len(render_results.rows(name))
-    assert {method for method, _ in stored} == pick([]).keys()
-    ratios = {method: [] for method in pick([])}
-    for method, ratio in stored:
-        ratios[method].append(ratio)
-    assert ratios["full"] == ratios["quantized_2"] == [None]
-    assert ratios["h2o"] == [0.5, 0.25, 0.125, 0.0625]
-    for row in stored.values():
+    rows = render_results.rows(name)
+    assert len(render_results.by_method(name)) == len(rows)
+    ratios = {}
+    for row in rows:
+        ratios.setdefault(row["method"], []).append(row["keep_ratio"])
         accuracies = [x for key, x in row.items() if key.endswith("aware")]
         assert all(0 <= x <= 1 for x in accuracies)
+    assert ratios.keys() == pick([]).keys()
+    assert ratios["full"] == ratios["quantized_2"] == [None]
+    assert ratios["h2o"] == [0.5, 0.25, 0.125, 0.0625]
