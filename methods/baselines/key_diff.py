@@ -12,22 +12,24 @@ paper compresses block by block. After the prompt one entry leaves at each step,
 from torch import Tensor
 
 from nanollm.attention import wide
-from nanollm.cache import Scored, Slots
+from nanollm.cache import NEVER, Scored, Slots
 
 
 class KeyDiff(Scored):
     def score(self, layer: Slots) -> Tensor:
-        return -likeness(layer.k)
+        return -likeness(layer)
 
 
-def likeness(k: Tensor) -> Tensor:
-    """Return the cosine of keys (B, H, S, D) and their mean direction, (B, H, S).
+def likeness(layer: Slots) -> Tensor:
+    """Return the cosine of each key and the mean direction of its head's keys, (B, H, S).
 
     It is multiplied by a constant of the head, and has at least 32 bits.
     """
-    k = wide(k)
-    # no normalized copy of k: each step
-    scale = k.norm(dim=-1).clamp_(min=1e-12).reciprocal_().unsqueeze(2)
+    k = wide(layer.k)
+    scale = k.norm(dim=-1).clamp_(min=1e-12).reciprocal_()
+    if layer.ragged:  # empty slots take no part in the mean
+        scale.masked_fill_(layer.pos == NEVER, 0)
+    scale = scale.unsqueeze(2)  # no normalized copy of k: each step
     return (scale @ k @ k.mT).mul_(scale).squeeze(2)
 
 

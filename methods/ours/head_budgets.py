@@ -38,7 +38,7 @@ class HeadBudgets(KVzip):
         """Return −(rank in the head)/share: a head with twice the share keeps twice as many."""
         scores = []
         for i, layer in enumerate(layers):
-            alike = likeness(layer.k).masked_fill(layer.pos == NEVER, torch.inf)
+            alike = likeness(layer).masked_fill(layer.pos == NEVER, torch.inf)
             rank = alike.argsort(-1).argsort(-1)
             share = torch.ones(1) if self.shares is None else self.shares[i]
             scores.append(-rank / share[:, None].clamp(min=1e-6).to(rank.device))
