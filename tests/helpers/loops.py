@@ -1,0 +1,48 @@
+"""Compare what a method keeps, part by part of a text, with a loop written from its paper."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from common import SLOT, B, D, G, H, alone, end, feed, once
+
+PROMPT = 30
+LATER = (1, 1, 1, 1, 1, 1, 5, 1)
+CUTS = {"whole": (PROMPT, *LATER), "pieces": (12, 1, 10, 4, 2, 1, *LATER)}
+each_cut = pytest.mark.parametrize("cut", CUTS)
+
+
+@once
+def text(T=42):
+    """Return q (B, H·G, T, D), k and v (B, H, T, D)."""
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(B, heads, T, D, generator=g) for heads in (H * G, H, H)]
+
+
+def parts_of(cut) -> list[range]:
+    """Return the tokens of each part."""
+    sizes = CUTS[cut]
+    return [range(stop - n, stop) for stop, n in zip(accumulate(sizes), sizes)]
+
+
+def check_kept(cut, method, loop, own=0, twice=0):
+    """Compare kept positions and bytes after each part with the loop's.
+
+    loop(q, k, parts, **options) yields the positions that stay, [b][h], after each part. own: bytes
+    of the method's numbers for an entry. twice: how many keys are stored twice once tokens left.
+    """
+    q, k, v = text()
+    parts = parts_of(cut)
+    layer = alone(method, freq=torch.ones(D // 2))
+    for part, kept in zip(parts, loop(q, k, parts, **vars(method)), strict=True):
+        tokens = slice(part.start, part.stop)
+        feed(layer, q[:, :, tokens], k[:, :, tokens], v[:, :, tokens])
+        if part.stop == PROMPT:
+            end(layer)
+        assert layer.pos.sort(-1).values.tolist() == kept, part
+        n = len(kept[0][0])
+        beside = twice * D * 4 if n < part.stop else 0
+        live, allocated = layer.bytes()
+        assert live == B * H * (n * (SLOT + own) + beside)
+        assert allocated <= B * H * (1.1 * (n + len(part)) * (SLOT + own) + beside)

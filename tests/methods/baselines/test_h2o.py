@@ -1,0 +1,42 @@
+"""H2O keeps what a loop written from Algorithm 1 keeps."""
+
+import math
+
+import pytest
+
+from common import B, D, G, H
+from loops import PROMPT, check_kept, each_cut
+from methods.baselines.h2o import H2O
+
+
+def heavy_hitters(q, k, parts, budget, recent):
+    """F adds up attention; the token with the least F outside the recent ones is evicted."""
+    F = [[{} for _ in range(H)] for _ in range(B)]
+    newest = max(1, round(recent * budget))
+    for part in parts:
+        for b in range(B):
+            for h in range(H):
+                score = F[b][h]
+                score |= dict.fromkeys(part, 0.0)
+                for t in part:
+                    seen = [i for i in score if i <= t]
+                    for g in range(G):
+                        logits = k[b, h, seen] @ q[b, h * G + g, t] / math.sqrt(D)
+                        for i, weight in zip(seen, logits.softmax(0).tolist()):
+                            score[i] += weight
+                while part.stop >= PROMPT and len(score) > budget:
+                    old = [i for i in score if i < part.stop - newest]
+                    del score[min(old, key=lambda i: (score[i], i))]
+        yield [[sorted(score) for score in row] for row in F]
+
+
+@pytest.mark.parametrize("budget, recent", [(8, 0.5), (6, 0.0), (6, 1.0)])
+@each_cut
+def test_kept_tokens_and_bytes_equal_the_loop(cut, budget, recent):
+    check_kept(cut, H2O(budget, recent), heavy_hitters, own=4)
+
+
+@pytest.mark.parametrize("budget, recent", [(8, 1.5), (8, math.nan), (1, 0.5)])
+def test_bad_options_are_refused(budget, recent):
+    with pytest.raises(ValueError, match="recent is|budget 1 must"):
+        H2O(budget, recent)
