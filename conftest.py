@@ -37,7 +37,7 @@ LONGEST = (
     "test_sketch_error",
     "test_compared_methods",
     "test_claims",
-    "test_main",
+    "test_compare",
     "test_persistence",
     "test_foreign",
     "test_chunk_bounds",

@@ -1,0 +1,466 @@
+"""python -m nanollm: its rows, its table and figure, and that a mistake costs one line."""
+
+from dataclasses import dataclass
+from functools import partial
+import json
+import math
+import os
+from pathlib import Path
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from commands import refused
+from common import checkpoint_of_two_layers, tasks
+from lab import comparison, loading, table
+from lab.hard_tasks import HARD
+from lab.methods_by_name import Variant, variant
+from lab.plot import TITLE, comparison as drawn_comparison
+from methods.baselines.kvzip_fast import FastKVzip
+from methods.baselines.snap_kv import SnapKV
+from nanollm.__main__ import main
+from nanollm.cache import Method
+
+SHARES = [
+    f"{task}_{setting}"
+    for task in ("needle", "pairs", "few_shot")
+    for setting in table.SETTINGS
+]
+SMALL = ["--lengths", "288", "--documents", "4"]
+FIGURE = f"({TITLE})".encode()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return checkpoint_of_two_layers(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch, tmp_path):
+    made = tasks("test")
+
+    def tasks_of(encoding, split, text):
+        return made if text is None else type(made)(encoding, split, text)
+
+    def draw(rows, file):
+        file.write_bytes(FIGURE)
+
+    monkeypatch.setattr(comparison, "HardTasks", tasks_of)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # then no processes are forked
+    monkeypatch.setattr("lab.plot.comparison", draw)
+    monkeypatch.chdir(tmp_path)  # where compare.png would land
+
+
+def arguments(checkpoint, options: str) -> list[str]:
+    files = ["--model", str(checkpoint), "--json", "rows.json"]
+    return [*files, *SMALL, *options.split()]
+
+
+def compare(checkpoint, options: str) -> list[dict]:
+    main(arguments(checkpoint, options))
+    return stored()
+
+
+def stored() -> list[dict]:
+    return json.loads(Path("rows.json").read_text())
+
+
+# ---- rows, table and figure ----
+
+
+def test_a_row_for_every_length_method_and_budget(checkpoint, capsys):
+    methods = "--methods full random streaming_llm --keep 50 12.5"
+    rows = compare(checkpoint, f"{methods} --lengths 288 300 --l1 --figure new.png")
+    expected = [("full", None)]
+    for name in "random", "streaming_llm":
+        expected += [(name, 0.5), (name, 0.125)]
+    found = [(row["tokens"], row["method"], row["keep_ratio"]) for row in rows]
+    assert found == [(T, *job) for T in (288, 300) for job in expected]
+
+    lengths = dict.fromkeys(SHARES, 4) | dict(kl=2, nll=2, l1_alone=2)
+    for row in rows:
+        assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
+        assert np.shape(row["l1_alone"]) == (2, 4)
+        assert table.KEYS <= row.keys()
+        assert {key: len(x) for key, x in row["each"].items()} == lengths
+        assert row["perplexity"] == pytest.approx(math.exp(np.mean(row["each"]["nll"])))
+        for key in row["each"].keys() - {"nll"}:
+            mean = np.mean(row["each"][key])
+            assert np.mean(row[key]) == pytest.approx(mean, abs=1e-6), key
+
+    # layers, heads, k and v of 8 floats, a position
+    slot = 2 * 2 * (2 * 8 * 4 + 4)
+    cut = 288 - 64 - 1
+    full, *_, most, least = rows[:5]
+    assert full["live"] == slot * 287
+    assert full["live_16"] == 2 * 2 * (2 * 8 * 2 + 4) * 287
+    assert (full["prompt"], full["slots"], full["slots_end"]) == (cut, cut, 287)
+    assert abs(full["kl"]) < 1e-6
+    for row in most, least:
+        sinks = 2 * 2 * 4 * 8 * 4  # StreamingLLM's, as stored
+        assert row["live"] == round(row["keep_ratio"] * cut) * slot + sinks
+        assert row["kl"] > 0.01
+
+    out = capsys.readouterr().out
+    names = ("full", "random", "streaming_llm")
+    lines = [line for line in out.splitlines() if line.startswith(names)]
+    assert lines == [table.show(row) for row in rows]
+    for first in rows[0], rows[5]:
+        assert out.count(table.header(first)) == 1
+    # two of them, layers, heads, tokens, numbers, bytes
+    keys_and_values = 2 * 2 * 2 * 288 * 8 * 2
+    assert f"full cache of 288 tokens {keys_and_values / 2**20:.1f} MiB" in out
+    assert Path("new.png").read_bytes() == FIGURE
+
+
+def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(table, "SHOWN", ("full", "snap_kv", "quantized_2"))
+    monkeypatch.setattr("lab.plot.comparison", drawn_comparison)
+    options = ["--json", "rows.json", "--lengths", "288"]
+    main(["--model", str(checkpoint), *options])
+    rows = stored()
+    out, error = capsys.readouterr()
+    assert error == ""  # no progress bar, for this is no terminal
+    found = [(row["method"], row["keep_ratio"]) for row in rows]
+    assert found == [("full", None), ("snap_kv", 0.25), ("quantized_2", None)]
+    assert len(rows[0]["each"]["needle_aware"]) == 4
+    assert Path("compare.png").stat().st_size > 5000
+    lines = [table.show(row, short=True) for row in rows]
+    printed = "\n".join([table.header(rows[0], short=True), *lines])
+    assert printed in out
+    assert table.findings(rows) in out
+
+
+def test_processes_measure_the_same_rows_in_the_same_order(checkpoint, monkeypatch):
+    methods = "--methods full random h2o --keep 50 --documents 2"
+    options = f"{methods} --lengths 288 300"
+    rows = compare(checkpoint, options)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert compare(checkpoint, options) == rows
+
+
+def test_hard_tasks_have_a_column_each(checkpoint, capsys):
+    options = "--tasks hard --methods full --documents 2 --lengths 512"
+    (row,) = compare(checkpoint, options)
+    assert table.tasks_of(row) == [*HARD]
+    assert row["tasks"] == "hard"
+    aware = [row[f"{task}_aware"] for task in HARD]
+    assert row["aware"] == pytest.approx(np.mean(aware))
+    assert all(len(row["each"][f"{task}_agnostic"]) == 2 for task in HARD)
+    assert table.show(row) in capsys.readouterr().out
+
+
+def test_options_change_the_rows_as_they_say(checkpoint):
+    methods = "--methods h2o ada_kv ada_kv+critical --keep 50 --documents 2"
+    rows = compare(checkpoint, methods)
+    h2o, *others = compare(checkpoint, f"{methods} --window 5")
+    assert h2o["each"] == rows[0]["each"]
+    for row, before in zip(others, rows[1:]):
+        assert row["window"] == 5
+        assert row["each"]["kl"] != before["each"]["kl"]
+    (other,) = compare(checkpoint, "--methods h2o --keep 50 --documents 2 --seed 7")
+    assert other["seed"] == 7
+    assert len(other["each"]["needle_aware"]) == 2
+    assert other["each"]["nll"] == h2o["each"]["nll"]  # texts do not depend on the seed
+
+
+def test_fewer_bits_take_fewer_bytes_and_change_more(checkpoint):
+    exact, *rounded = compare(
+        checkpoint, "--methods h2o h2o@8 h2o@2 --keep 50 --documents 2"
+    )
+    sizes = [row["live_16"] for row in (exact, *rounded)]
+    assert sizes == sorted(sizes, reverse=True)
+    away = [abs(row["kl"] - exact["kl"]) for row in rounded]
+    assert away == sorted(away)
+    assert {row["slots"] for row in (exact, *rounded)} == {112}
+
+
+# ---- variants of one's own ----
+
+
+def test_a_variant_s_own_window_stays(checkpoint, monkeypatch):
+    own = dict(mine=variant(partial(SnapKV, window_size=24)))
+    options = "--methods mine --keep 50 --documents 2"
+    with monkeypatch.context() as patch:
+        patch.setattr(comparison, "pick", lambda names: own)
+        (mine,) = compare(checkpoint, options)
+    snap_kv = options.replace("mine", "snap_kv")
+    (wide,) = compare(checkpoint, f"{snap_kv} --window 24")
+    (usual,) = compare(checkpoint, snap_kv)
+    assert mine["each"] == wide["each"] != usual["each"]
+
+
+def test_a_variant_of_a_method_that_learns_has_gates(checkpoint, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    gates = torch.randn(2, 8 * 8 + 1, 2, generator=generator)
+    monkeypatch.setattr(FastKVzip, "calibrate", lambda model, tasks: dict(gates=gates))
+    monkeypatch.setattr(loading, "Tasks", lambda encoding, split: tasks(split))
+    own = dict(
+        kvzip_fast=variant(FastKVzip), mine=variant(partial(FastKVzip, recent=16))
+    )
+    monkeypatch.setattr(comparison, "pick", lambda names: own)
+    rows = compare(checkpoint, "--methods kvzip_fast mine --keep 25 --documents 2")
+    assert [row["method"] for row in rows] == ["kvzip_fast", "mine"]
+    assert rows[0]["each"]["kl"] != rows[1]["each"]["kl"]
+
+
+@dataclass
+class Learned(Method):
+    """Keeps everything; it finds out an option itself."""
+
+    budget: int
+    window_size: int = 4
+    made = []
+    asked = []
+
+    def __post_init__(self):
+        if self.budget < 5:
+            raise ValueError(f"budget {self.budget} must be at least 5")
+        self.made.append(self.window_size)
+
+    @classmethod
+    def calibrate(cls, model, tasks):
+        cls.asked.append(tasks.split)
+        return dict(window_size=2048)
+
+
+@pytest.fixture
+def learned(monkeypatch):
+    """Put the method Learned in the place of all others."""
+    own = dict(learned=Variant(Learned, {}))
+    for file in "lab.comparison", "lab.methods_by_name":
+        monkeypatch.setattr(f"{file}.pick", lambda names: own)
+    monkeypatch.setattr(loading, "Tasks", lambda encoding, split: tasks(split))
+    loading.training_tasks.cache_clear()
+    Learned.made.clear()
+    Learned.asked.clear()
+    yield
+    loading.training_tasks.cache_clear()
+
+
+def test_a_method_is_asked_once_and_what_it_found_wins(checkpoint, learned):
+    options = "--methods learned --keep 50 12.5 --documents 2 --lengths 288 300"
+    compare(checkpoint, f"{options} --window 6")
+    assert Learned.asked == ["train"]
+    assert {*Learned.made} == {2048}
+    Learned.made.clear()
+    words = "--method learned --budget 7 --tokens 3 x".split()
+    main(["generate", "--model", str(checkpoint), *words])
+    assert Learned.made == [2048]
+    assert Learned.asked == ["train"] * 2
+
+
+def test_a_budget_that_is_too_small_is_told_before_any_row(checkpoint, learned, capsys):
+    message = "learned at 2 % of 223 tokens: budget 4 must be at least 5"
+    words = arguments(checkpoint, "--methods learned --keep 50 2")
+    refused(capsys, words, message)
+    assert not Path("rows.json").exists()
+    main(arguments(checkpoint, "--all --keep 50 2 --documents 2"))  # the others go on
+    assert [row["keep_ratio"] for row in stored()] == [0.5]
+    assert f"left out: {message}" in capsys.readouterr().err
+
+
+def test_what_cannot_be_learned_is_left_out(checkpoint, learned, monkeypatch, capsys):
+    def calibrate(model, tasks):
+        raise ValueError("this model has no room for two readings")
+
+    monkeypatch.setattr(Learned, "calibrate", calibrate)
+    message = "learned: this model has no room for two readings"
+    refused(capsys, arguments(checkpoint, "--methods learned"), message)
+    main(arguments(checkpoint, "--all"))
+    assert f"left out: {message}" in capsys.readouterr().err
+    assert Learned.made == []
+
+
+OWN = """from dataclasses import dataclass
+from nanollm.cache import Method
+
+@dataclass
+class Own(Method):
+    budget: int
+    {body}
+
+variants = dict({name}=Own)
+"""
+
+
+def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(
+    checkpoint, only_h2o, capsys
+):
+    bodies = dict(
+        hoarder="",
+        late="def evict(self, layer): layer.keep(layer.k)",
+        early="def __post_init__(self): 1 / 0",
+    )
+    for name, body in bodies.items():
+        (only_h2o / f"{name}.py").write_text(OWN.format(name=name, body=body))
+    methods = "--keep 50 --methods hoarder early late h2o"
+    message = (
+        "2 of 4 rows failed: early at 50 %: ZeroDivisionError, line 7 of early.py: .*; "
+        "late at 50 %: slots to keep"
+    )
+    out = refused(capsys, arguments(checkpoint, methods), message)
+    assert [row["method"] for row in stored()] == ["hoarder", "h2o"]
+    lines = out[out.index("\nhoarder") :].splitlines()[1:]
+    assert "holds 223 slots a head after a prompt, and its budget is 112" in lines[1]
+    assert [line.split()[0] for line in lines[2:5]] == ["early", "late", "h2o"]
+    assert "!" not in "".join(lines[2:])
+    assert Path("compare.png").exists()
+
+
+# ---- nothing is lost, nothing that is not ours is overwritten ----
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Return a list that grows with each measured row."""
+    rows = []
+    run = comparison.run
+
+    def counted(*given):
+        rows.append(1)
+        return run(*given)
+
+    monkeypatch.setattr(comparison, "run", counted)
+    return rows
+
+
+THREE = "--methods full random h2o --keep 50 --documents 2"
+
+
+def test_rows_are_written_as_they_come_and_a_later_run_goes_on(
+    checkpoint, monkeypatch, measured
+):
+    run = comparison.run
+
+    def interrupted(*given):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return run(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(comparison, "run", interrupted)
+        compare(checkpoint, THREE)
+    before = stored()
+    assert [row["method"] for row in before] == ["full", "random"]
+
+    measured.clear()
+    rows = compare(checkpoint, f"{THREE} --resume")
+    assert rows[:2] == before
+    assert rows[2]["method"] == "h2o"
+    # none is lost
+    one = "--methods h2o --keep 50 --documents 2"
+    assert compare(checkpoint, f"{one} --resume") == rows
+    assert len(measured) == 1
+    # without --resume: anew
+    (row,) = compare(checkpoint, "--methods full --documents 2 --seed 1")
+    assert row["seed"] == 1
+    assert {path.name for path in Path().iterdir()} == {"rows.json", "compare.png"}
+
+
+def test_rows_of_other_settings_or_without_a_key_are_not_gone_on_with(
+    checkpoint, capsys, measured
+):
+    rows = compare(checkpoint, THREE)
+    again = arguments(checkpoint, f"{THREE} --resume")
+    message = "were measured with --dtype float32, not bfloat16"
+    refused(capsys, [*again, "--dtype", "bfloat16"], message)
+    del rows[1]["live_16"]
+    Path("rows.json").write_text(json.dumps(rows))
+    refused(capsys, again, "has no 'live_16'")
+    assert len(measured) == 3
+
+
+def test_rows_that_another_run_wrote_in_between_stay(checkpoint, monkeypatch, capsys):
+    run = comparison.run
+
+    def meanwhile(*given):
+        Path("rows.json").write_text("[7]")
+        return run(*given)
+
+    monkeypatch.setattr(comparison, "run", meanwhile)
+    message = "rows.json was changed by another program"
+    refused(capsys, arguments(checkpoint, "--methods full"), message)
+    assert stored() == [7]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            "--json mine.json",
+            "mine.json holds something else than the rows of an earlier",
+        ),
+        ("--figure photo.png", "photo.png holds something else than the figure of an"),
+        ("--text zeros", "it contains zero bytes"),
+        ("--json folder", "folder is no file"),
+        ("--figure table.txt", "must end in .png"),
+        ("--json folder/../x.png --figure x.png", "both go to folder/../x.png"),
+        ("--json nowhere/rows.json", "folder nowhere for rows.json does not exist"),
+    ],
+)
+def test_files_are_looked_at_before_any_work(checkpoint, capsys, options, message):
+    Path("folder").mkdir()
+    rows = [dict(method="h2o", keep_ratio=0.5, each={}), dict(model_type="llama")]
+    kept = {
+        "mine.json": json.dumps(rows).encode(),
+        "photo.png": b"\x89PNG, after Figure of python -m nanollm",
+        "zeros": b"a\0b",
+    }
+    for name, data in kept.items():
+        Path(name).write_bytes(data)
+    words = ["--model", str(checkpoint), *SMALL, "--methods", "h2o", *options.split()]
+    assert refused(capsys, words, message) == ""
+    assert {path.name for path in Path().iterdir()} == {"folder", *kept}
+    assert all(Path(name).read_bytes() == data for name, data in kept.items())
+
+
+def test_a_text_may_come_from_a_pipe_and_rows_of_another_text_are_not_gone_on_with(
+    checkpoint, capsys
+):
+    text = "A text of a few words.\r\n" * 99
+    Path("text.txt").write_text(text)
+    os.mkfifo("pipe")
+    writer = threading.Thread(target=lambda: Path("pipe").write_text(text))
+    writer.start()
+    (pipe,) = compare(checkpoint, "--methods full --documents 2 --text pipe")
+    writer.join()
+    command = "--methods full --documents 2 --text text.txt"
+    (row,) = rows = compare(checkpoint, command)
+    assert row["text"].split()[1:] == pipe["text"].split()[1:]
+    assert row["each"] == pipe["each"]
+    assert compare(checkpoint, f"{command} --resume") == rows
+    Path("text.txt").write_text("A text of other words.\n" * 99)
+    again = arguments(checkpoint, f"{command} --resume")
+    refused(capsys, again, "were measured with --text")
+    assert stored() == rows
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--methods nope", "unknown method 'nope'; known are"),
+        ("--methods snap_kv@9", "'9' is no number of bits"),
+        ("--all --methods h2o", "leave out --all or"),
+        ("--keep nan", "--keep is nan %"),
+        ("--keep 101", "--keep is 101 %; it must be above 0 and at most 100"),
+        ("--methods ada_kv --window 28 --keep 50 12.5", "ada_kv at 12.5 % .* 28"),
+        ("--documents 1", "documents 1 must be a whole number of at least 2"),
+        ("--methods full --lengths 30", r"need \d+ tokens more"),
+        ("--resume", "name it with --json"),
+        ("--lengths 288 801", "801 tokens exceed the model's length of 800"),
+        ("--seed -1", "seed -1 must be a whole number from 0"),
+        ("--threads -1", "threads -1 must be a whole number"),
+        ("--device foo", "device 'foo' is not available"),
+        ("--model nowhere", "nowhere/config.json"),
+    ],
+)
+def test_a_mistake_is_one_line(checkpoint, capsys, options, message):
+    words = ["--model", str(checkpoint), *SMALL, *options.split()]
+    out = refused(capsys, words, message)
+    assert "documents per task" not in out

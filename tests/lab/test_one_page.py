@@ -1,0 +1,94 @@
+"""What a method keeps of a page, and its answer."""
+
+from pathlib import Path
+import re
+
+import pytest
+import torch
+
+from common import ENCODING
+from lab.one_page import PAGE, QUESTION, answer, check_length, marked, pieces, prompt
+from methods.baselines.h2o import H2O
+from nanollm import TINY
+from nanollm.__main__ import main
+from nanollm.cache import make_cache
+from nanollm.checkpoint import from_hf
+
+
+@pytest.fixture(scope="module")
+def model():
+    return from_hf(TINY)
+
+
+def test_the_page_is_answered_aware_and_not_agnostic(capsys, tmp_path):
+    figure = tmp_path / "page.png"
+    main(["generate", "--figure", str(figure)])
+    out = capsys.readouterr().out
+    line = r"Right answer: (\d+); the full cache answers (\d+), snap_kv answers (\d+)\n"
+    aware, agnostic = re.findall(line, out)
+    assert aware == ("2356",) * 3
+    assert agnostic[:2] == ("2356",) * 2
+    assert agnostic[2] != "2356"
+
+    texts = re.findall(r"(?:aware|agnostic): .*?\n\n(.*?)\n\n\d+ of", out, re.S)
+    aware, agnostic = [re.sub(r"\[.*?\]", "", text, flags=re.S) for text in texts]
+    assert "The code of table is 2356" in aware
+    assert "The code of table is" not in agnostic.partition("\nQ:")[0]
+    assert figure.stat().st_size > 5000
+
+
+def test_the_page_is_a_file_and_weights_are_not_loaded(typed, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from lab.one_page import PAGE\n"
+        "assert 'nano' not in sys.modules\n"
+        "print(PAGE)\n"
+    )
+    done = typed("python", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == PAGE + "\n"
+    assert PAGE.count("The code of ") == 4
+
+
+def test_the_last_token_is_fed_after_the_compression(model):
+    tokens, cuts = prompt(model, ENCODING, PAGE, QUESTION)
+    page = ENCODING.encode_ordinary(PAGE)
+    question = ENCODING.encode_ordinary(QUESTION)
+    assert tokens[0].tolist() == page + question
+    assert cuts == dict(aware=len(page + question) - 1, agnostic=len(page))
+    for cut in cuts.values():
+        caches = make_cache(model, H2O, budget=40)
+        kept, written = answer(model, tokens, cut, caches, 3)
+        assert kept.shape == (6, 3, cut)
+        assert kept.sum(-1).eq(40).all()
+        assert len(written) == 3
+        # the last token of the answer is not fed
+        assert caches[0].seen == tokens.shape[1] + 2
+
+
+def test_evicted_tokens_are_marked():
+    ids = ENCODING.encode_ordinary("one two three")
+    words = [ENCODING.decode([i]) for i in ids]
+    gone = [i == 1 for i in range(len(ids))]
+    rest = "".join(words[2:])
+    assert marked(ENCODING, ids, gone, dim=False) == f"{words[0]}[{words[1]}]{rest}"
+    dim = marked(ENCODING, ids, gone, dim=True)
+    assert dim == f"{words[0]}\033[2m{words[1]}\033[0m{rest}"
+
+
+def test_a_character_of_several_tokens_stands_at_its_last():
+    ids = ENCODING.encode_ordinary("a ✓ b")
+    found = pieces(ENCODING, ids)
+    assert "".join(found) == "a ✓ b"
+    assert len(found) == len(ids)
+    assert "" in found
+
+
+@pytest.mark.parametrize("text, more", [(" \n", -100), ("x", -3)])
+def test_a_text_must_have_words_and_leave_room(model, text, more):
+    n = model.config.max_len + more
+    tokens = torch.zeros(1, n, dtype=torch.long)
+    with pytest.raises(ValueError, match="at least 1 token, and all together at most"):
+        check_length(model, text, tokens)
