@@ -64,8 +64,10 @@ class DefensiveKV(WindowMethod):
         n = window.n
         w = window.w
         rows = window.rows()  # (B, H, G, queries, S)
-        norms = F.normalize(self.norms(window), p=1, dim=-1)
-        score = self.risk(window, rows[..., :n]) * norms
+        norms = self.norms(window)
+        if window.empty is not None:  # after an earlier turn, heads differ in length
+            norms = norms.masked_fill(window.empty[:, :, :n], 0)
+        score = self.risk(window, rows[..., :n]) * F.normalize(norms, p=1, dim=-1)
 
         mean = rows.mean((2, 3))  # (B, H, S)
         place = rank(mean[..., :n], window.layer.pos[:, :, :n])
@@ -78,8 +80,10 @@ class DefensiveKV(WindowMethod):
 
     def risk(self, window: Window, rows: Tensor) -> Tensor:
         """Return max(r, mean r), (B, H, n), of the window's attention (B, H, G, queries, n)."""
-        risk = window.pool(rows.amax((2, 3)))
-        return torch.maximum(risk, risk.mean(-1, keepdim=True))
+        risk = window.pool(rows.amax((2, 3)))  # −1 in empty slots
+        entries = (risk >= 0).sum(-1, keepdim=True)
+        mean = risk.clamp(min=0).sum(-1, keepdim=True) / entries
+        return torch.maximum(risk, mean)
 
     def norms(self, window: Window) -> Tensor:
         """Return N (B, H, n)."""

@@ -46,3 +46,30 @@ def check_kept(cut, method, loop, own=0, twice=0):
         live, allocated = layer.bytes()
         assert live == B * H * (n * (SLOT + own) + beside)
         assert allocated <= B * H * (1.1 * (n + len(part)) * (SLOT + own) + beside)
+
+
+def check_sums(method, sums, chunk):
+    """Check that attention is added up in 32 bits if keys and values have 16.
+
+    In 16 bits large sums would stop growing. sums(layer) returns those of a method, (B, H, S).
+    """
+    T = 300
+    g = torch.Generator().manual_seed(0)
+    q, k, v = [
+        torch.randn(B, heads, T, D, generator=g).bfloat16() for heads in (H * G, H, H)
+    ]
+    k[:, :, 0] = 4 * q[:, ::G].mean(2)
+    expected = torch.zeros(B, H, T, dtype=torch.float64)
+    observe = method.observe
+
+    def recorded(layer, q, p):
+        expected[..., : p.shape[-1]] += p.double().sum((2, 3))
+        observe(layer, q, p)
+
+    method.observe = recorded
+    layer = alone(method)
+    feed(layer, q, k, v, chunk)
+    torch.testing.assert_close(
+        sums(layer)[..., :T].double(), expected, rtol=1e-5, atol=0
+    )
+    assert layer.k.dtype == torch.bfloat16

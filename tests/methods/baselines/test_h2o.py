@@ -5,7 +5,7 @@ import math
 import pytest
 
 from common import B, D, G, H
-from loops import PROMPT, check_kept, each_cut
+from loops import PROMPT, check_kept, check_sums, each_cut
 from methods.baselines.h2o import H2O
 
 
@@ -40,3 +40,8 @@ def test_kept_tokens_and_bytes_equal_the_loop(cut, budget, recent):
 def test_bad_options_are_refused(budget, recent):
     with pytest.raises(ValueError, match="recent is|budget 1 must"):
         H2O(budget, recent)
+
+
+@pytest.mark.parametrize("chunk", [300, 1])
+def test_attention_is_added_up_in_32_bits(chunk):
+    check_sums(H2O(budget=300), lambda layer: layer.slot("accumulated"), chunk)
