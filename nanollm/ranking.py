@@ -57,7 +57,7 @@ def expand_index(i: Tensor, x: Tensor) -> Tensor:
 def taken(x: Tensor, i: Tensor) -> Tensor:
     """Return slots i (B, H, n) of x (B, H, S, ...): (B, H, n, ...). Ten times as fast as gather."""
     B, H, S = x.shape[:3]
-    first = torch.arange(0, B * H * S, S, device=x.device).view(B, H, 1)
+    first = torch.arange(B * H, device=x.device).view(B, H, 1) * S
     return (
         x.flatten(0, 2)
         .index_select(0, (i + first).flatten())

@@ -1,0 +1,169 @@
+"""A store in few bits: codes and their ranges by loops, what evictions leave of them, bytes."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from common import B, D, G, H, alone, decoder, dense, end, feed
+from exact import F64, random
+from methods.baselines.ada_kv import AdaKV
+from methods.baselines.snap_kv import SnapKV
+from nanollm.cache import NEVER, begin_turn, make_cache
+from nanollm.rounded import GROUP, RoundedSlots, pack, quantise, unpack
+from rounding import levels, rounded
+
+every_bits = pytest.mark.parametrize("bits", range(1, 9))
+
+
+@every_bits
+def test_codes_come_back_from_their_bytes(bits):
+    g = torch.Generator().manual_seed(bits)
+    code = torch.randint(2**bits, (3, 40), generator=g, dtype=torch.uint8)
+    packed = pack(code, bits)
+    assert packed.shape == (3, 40 * bits // 8)
+    assert torch.equal(unpack(packed, bits), code)
+
+
+@every_bits
+def test_codes_zero_and_scale_are_the_loops(bits):
+    for dim, far in product((2, 4), (0, 30, -30)):
+        x = random(2, 1, 7, 3, 5, seed=bits) * 10.0 ** torch.arange(-1, 2).view(-1, 1)
+        x = x + far
+        parts = quantise(x, bits, dim)
+        rows = [y.movedim(dim, -1).flatten(0, -2).tolist() for y in (x, *parts)]
+        for numbers, codes, (zero,), (scale,) in zip(*rows, strict=True):
+            assert (codes, zero, scale) == levels(numbers, bits)
+
+
+@every_bits
+def test_numbers_on_the_levels_and_equal_numbers_come_back_exactly(bits):
+    """Also at the smallest step of 16 bits."""
+    codes = torch.arange(2**bits, dtype=F64)
+    steps = (-5, 0.25), (-3e4, 64), (0, 2**-24), (-(2**-18), 2**-24)
+    texts = [zero + scale * codes for zero, scale in steps]
+    for c in (0, -7.5, 2**-24, 65504, -65504):
+        texts.append(torch.full((5,), c, dtype=F64))
+    for x, dtype in product(texts, (F64, torch.float32)):
+        code, zero, scale = quantise(x.to(dtype), bits, 0)
+        assert torch.equal(zero.to(F64) + scale.to(F64) * code, x), x
+
+
+@pytest.mark.parametrize("numbers, bits", [([-1e5, 1.0], 8), ([-6e4, 6e4], 1)])
+def test_what_no_half_holds_is_refused(numbers, bits):
+    """Numbers beyond the range of 16 bits raise ValueError; otherwise attention would be NaN."""
+    for dtype in torch.float32, torch.bfloat16:
+        with pytest.raises(ValueError, match="large"):
+            quantise(torch.tensor(numbers, dtype=dtype), bits, 0)
+
+
+n, NEW = 90, 3
+
+
+def text():
+    g = torch.Generator().manual_seed(4)
+    shapes = [(B, heads, n + NEW, D) for heads in (H * G, H, H)]
+    return [torch.randn(shape, generator=g) * 3 for shape in shapes]
+
+
+def fed(Method, store=None):
+    """Return a store that has read 90 tokens and 3 later ones, and the outputs of these."""
+    layer = alone(
+        Method(budget=50, window_size=8), w_o=torch.zeros(4, H * G, D), store=store
+    )
+    q, k, v = text()
+    feed(layer, q[:, :, :n], k[:, :, :n], v[:, :, :n])
+    end(layer)
+    return layer, feed(layer, q[:, :, n:], k[:, :, n:], v[:, :, n:], chunk=1)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("Method", [SnapKV, AdaKV])
+def test_entries_are_those_of_the_method_rounded_by_loops(Method, bits):
+    layer, y = fed(Method, partial(RoundedSlots, bits=bits))
+    exact, _ = fed(Method)
+    assert torch.equal(layer.pos, exact.pos)
+    q, k, v = text()
+    new = torch.arange(n + NEW) >= n
+    kept_mask = new.repeat(B, H, 1)
+    groups = 0
+    for b, h in product(range(B), range(H)):
+        kept = [i for i in exact.pos[b, h].tolist() if i < n]
+        k[b, h, kept] = rounded(k[b, h, kept], bits, GROUP, 0).float()
+        v[b, h, kept] = rounded(v[b, h, kept], bits, GROUP, 1).float()
+        kept_mask[b, h, kept] = True
+        groups += -(-len(kept) // GROUP)
+    visible = torch.ones(n + NEW, n + NEW).tril().bool()[n:] & kept_mask[:, :, None]
+    expected = dense(q[:, :, n:], k, v, visible)
+    # a number halfway between two levels may be rounded to either
+    atol = 2e-2 if bits == 2 else 5e-3
+    torch.testing.assert_close(y, expected, atol=atol, rtol=0)
+
+    # an entry's codes, 4 bytes for its value's range and 4 for its position; a group's key ranges
+    old = int(kept_mask.sum()) - B * H * NEW
+    size = old * (2 * D * bits // 8 + 4 + 4) + groups * D * 4 + 8 * B * H
+    live, allocated = layer.bytes()
+    assert live == size + B * H * NEW * (2 * D * 4 + 4) <= allocated
+    assert live < exact.bytes()[0]
+
+
+def test_several_groups_of_a_head_keep_their_ranges_when_others_leave():
+    """70 entries are three groups of keys. Entries that stay do not change, bit for bit."""
+    layer = alone(store=RoundedSlots)
+    q, k, v = text()
+    feed(layer, q[:, :, :70], k[:, :, :70], v[:, :, :70])
+    end(layer)
+    g = torch.Generator().manual_seed(5)
+    for _ in range(6):
+        before = [layer.k, layer.v, layer.pos]
+        kept = torch.rand(layer.pos.shape, generator=g) < 0.5
+        there = layer.pos != NEVER
+        layer.keep_chosen(kept)
+        for b, h in product(range(B), range(H)):
+            stays = (kept & there)[b, h]
+            left = layer.pos[b, h] != NEVER
+            for x, old in zip((layer.k, layer.v, layer.pos), before):
+                assert torch.equal(x[b, h, left], old[b, h, stays])
+        feed(layer, q[:, :, 70:73], k[:, :, 70:73], v[:, :, 70:73], chunk=1)
+
+
+def test_nothing_may_be_left_of_the_prompt():
+    """All rounded entries leave; later tokens go on as if they had been the first."""
+    layer = alone(store=partial(RoundedSlots, bits=3))
+    q, k, v = text()
+    feed(layer, q[:, :, :20], k[:, :, :20], v[:, :, :20])
+    end(layer)
+    layer.keep_chosen(torch.zeros_like(layer.pos).bool())
+    part = slice(20, 30)
+    y = feed(layer, q[:, :, part], k[:, :, part], v[:, :, part], chunk=3)
+    causal = torch.ones(10, 10).tril().bool()[None, None]
+    expected = dense(q[:, :, part], k[:, :, part], v[:, :, part], causal)
+    assert torch.allclose(y, expected, atol=1e-5)
+    assert layer.bytes()[0] == 10 * B * H * (2 * D * 4 + 4)
+
+
+def test_later_turns_are_rounded_too_and_keys_and_values_cannot_be_changed():
+    layer = alone(store=RoundedSlots)
+    q, k, v = text()
+    for start, stop in ((0, 20), (20, 45)):
+        begin_turn([layer])
+        part = slice(start, stop)
+        feed(layer, q[:, :, part], k[:, :, part], v[:, :, part])
+        end(layer)
+        assert layer.rounded
+        assert layer.new("k").numel() == 0
+    assert layer.pos.tolist() == [[[*range(45)]] * H] * B
+    with pytest.raises(ValueError, match="few bits cannot be changed"):
+        layer.put("k", layer.k)
+
+
+@pytest.mark.parametrize("bits", [0, 9, 2.5])
+def test_other_bits_are_refused(bits):
+    with pytest.raises(ValueError, match=f"bits {bits} must be"):
+        make_cache(decoder(), store=partial(RoundedSlots, bits=bits))
+
+
+def test_head_dims_are_multiples_of_8():
+    with pytest.raises(ValueError, match="head dim 12 must be a multiple of 8"):
+        make_cache(decoder(head_dim=12), store=RoundedSlots)
