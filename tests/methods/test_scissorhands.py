@@ -7,34 +7,39 @@ import random
 import pytest
 import torch
 
-from common import B, D, G, H, SLOT, end, turn
-from methods.scissorhands import Scissorhands
+from common import SLOT, B, D, G, H, alone, end, feed, turn
+from methods.scissorhands import BudgetSlots, Scissorhands
 
 T = 64
 
 
 def importance(j, past, history):
     """Return −I_j; past: {entry: weight} of steps 1, 2, …"""
-    steps = range(max(1, len(past) - history + 1), len(past) + 1)
+    last = len(past)
+    steps = range(max(1, last - history + 1), last + 1)
     there = [s for s in steps if j in past[s - 1]]
     return -sum(past[s - 1][j] < 1 / s for s in there)
 
 
-def algorithm_1(q, k, v, history, budget, recent, m):
+def algorithm_1(q, k, v, budget, recent, m, history):
     """Return the kept tokens, importances and output at each token.
 
     One key/value head: q (G, T, D), k and v (T, D).
     """
-    kept, past = [], []
+    kept = []
+    past = []
+    steps = []
     for t in range(len(k)):
         if len(kept) == budget:
-            rank = lambda j: (importance(j, past, history), j)
-            leave = sorted(kept[: budget - recent], key=rank)[:m]
-            kept = [j for j in kept if j not in leave]
+            old = kept[: budget - recent]
+            old = sorted(old, key=lambda j: (importance(j, past, history), j))
+            kept = [j for j in kept if j not in old[:m]]
         kept = [*kept, t]
         alpha = (q[:, t] @ k[kept].T / math.sqrt(D)).softmax(-1)  # (G, n)
         past.append(dict(zip(kept, alpha.mean(0).tolist())))
-        yield kept, [importance(j, past, history) for j in kept], alpha @ v[kept]
+        scores = [importance(j, past, history) for j in kept]
+        steps.append((kept, scores, alpha @ v[kept]))
+    return steps
 
 
 # budget, recent, at_a_time, and history for counts
@@ -58,126 +63,144 @@ def text():
 
 
 @once
-def expected(case):  # [b][h][t]
+def expected(case):
+    """Return the loop's steps of each head, {(b, h): [...]}."""
     budget, recent, m, history = CASES[case]
     q, k, v = (x.double() for x in text())
-    heads = lambda b: [(q[b, h * G : (h + 1) * G], k[b, h], v[b, h]) for h in range(H)]
-    loop = lambda head: [*algorithm_1(*head, history, budget, recent, m or budget // 2)]
-    return [[*map(loop, heads(b))] for b in range(B)]
+    heads = {}
+    for b in range(B):
+        for h in range(H):
+            head = q[b, h * G : (h + 1) * G], k[b, h], v[b, h]
+            heads[b, h] = algorithm_1(*head, budget, recent, m or budget // 2, history)
+    return heads
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("case", CASES)
 def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
-    """Kept tokens, importance, positions, keys, values and outputs equal the loop's, however the
-    text is cut.
-    """
-    (q, k, v), outputs = text(), []
-    cache = Scissorhands(*CASES[case])
+    """Kept tokens, importance, positions, keys, values and outputs."""
+    q, k, v = text()
+    layer = alone(Scissorhands(*CASES[case]))
+    outputs = []
     for i in torch.arange(T).split(chunk):
-        outputs.append(cache.attend(q[:, :, i], k[:, :, i], v[:, :, i], i[None]))
+        outputs.append(feed(layer, q[:, :, i], k[:, :, i], v[:, :, i]))
         if 20 in i:
-            end(cache)
-        kept, importances, _ = zip(
-            *(head[i[-1]] for row in expected(case) for head in row)
-        )
-        pos, order = cache.pos.flatten(0, 1).sort(-1)
-        assert pos.tolist() == [*kept], i
-        found = cache.importance().flatten(0, 1).gather(-1, order)
-        assert torch.allclose(
-            found, torch.tensor(importances, dtype=torch.float32), atol=1e-5
-        ), i
-        at = cache.pos.long()[..., None].expand_as(cache.k)
-        assert torch.equal(cache.k, k.gather(2, at)) and torch.equal(
-            cache.v, v.gather(2, at)
-        ), i
-    dense = [
-        [torch.stack([y for *_, y in head], 1) for head in row]
-        for row in expected(case)
-    ]
-    assert torch.allclose(
-        torch.cat(outputs, 2).double(), torch.stack([*map(torch.cat, dense)]), atol=1e-5
-    )
+            end(layer)
+        for (b, h), steps in expected(case).items():
+            kept, scores, _ = steps[i[-1]]
+            pos, order = layer.pos[b, h].sort()
+            assert pos.tolist() == kept, i
+            found = -layer.slot("count")[b, h, order]
+            assert found.tolist() == pytest.approx(scores), i
+            assert torch.equal(layer.k[b, h, order], k[b, h, kept])
+            assert torch.equal(layer.v[b, h, order], v[b, h, kept])
+    y = torch.cat(outputs, 2).double()
+    for (b, h), steps in expected(case).items():
+        dense = torch.stack([y for *_, y in steps], 1)
+        assert torch.allclose(y[b, h * G : (h + 1) * G], dense, atol=1e-5)
+
+
+class Watched(BudgetSlots):
+    """Checks at every moment that slots and bytes are within the budget."""
+
+    def within(self):
+        live, allocated = self.bytes()
+        budget = self.method.budget
+        slot = SLOT + 4 + 13
+        assert self.length <= budget
+        assert live == B * H * self.length * slot
+        assert live <= allocated <= B * H * budget * slot
+
+    def write(self, k, v, pos):
+        super().write(k, v, pos)
+        self.within()
+
+    def attention(self, q, pos):
+        self.reads[self.seen] = self.length
+        return super().attention(q, pos)
+
+    def step(self, q, k, v, pos):
+        y = super().step(q, k, v, pos)
+        self.within()
+        return y
 
 
 @pytest.mark.claim("S2")
 def test_a_stream_never_exceeds_the_budget_at_any_moment(note):
-    """Slots, bytes and attended keys never exceed the budget, and late tokens cost as much as early
-    ones."""
-    budget, m, n, read_at, slot = 64, 20, 1000, {}, SLOT + 4 + 13
-
-    class Watched(Scissorhands):
-        def within(self):
-            live, allocated = self.bytes()
-            assert self.length <= budget
-            assert (
-                live == B * H * self.length * slot <= allocated <= B * H * budget * slot
-            )
-
-        def write(self, k, v, pos):
-            super().write(k, v, pos)
-            self.within()
-
-        def observe(self, q, p):
-            read_at[self.seen] = p.shape[-1]
-            super().observe(q, p)
-            self.within()
-
-    cache, g = (
-        Watched(budget=budget, at_a_time=m, history=100),
-        torch.Generator().manual_seed(2),
-    )
-    for i in torch.arange(n).split([1, 90, 7, 102, *[1] * (n - 200)]):
-        cache.attend(
-            *(torch.randn(B, x, len(i), D, generator=g) for x in (H * G, H, H)), i[None]
-        )
+    """Neither do slots, bytes and attended keys; late tokens cost as much as early ones."""
+    budget, m = 64, 20
+    n = 1000
+    method = Scissorhands(budget=budget, at_a_time=m, history=100)
+    layer = alone(method, store=Watched)
+    layer.reads = {}
+    g = torch.Generator().manual_seed(2)
+    for i in [1, 90, 7, 102, *[1] * (n - 200)]:
+        shapes = [(B, heads, i, D) for heads in (H * G, H, H)]
+        feed(layer, *(torch.randn(shape, generator=g) for shape in shapes))
     # the text is cut into as few pieces as the room allows
-    assert [*read_at][:11] == [1, 64, 84, 91, 98, 104, 124, 144, 164, 184, 200]
-    early, late = (
-        [read_at[t + 1] for t in range(*span)] for span in ((200, 400), (n - 200, n))
-    )
-    assert (
-        cache.seen == n
-        and early == late
-        and sorted({*late}) == [*range(budget - m + 1, budget + 1)]
-    )
+    pieces = [1, 64, 84, 91, 98, 104, 124, 144, 164, 184, 200]
+    assert [*layer.reads][:11] == pieces
+    early = [layer.reads[t + 1] for t in range(200, 400)]
+    late = [layer.reads[t + 1] for t in range(n - 200, n)]
+    assert layer.seen == n
+    assert early == late
+    assert sorted({*late}) == [*range(budget - m + 1, budget + 1)]
     note("S2", tokens=n)
 
 
-def weigh(cache, strength, group=2):
-    """Give tokens weights in proportion to `strength` for every query; yield the kept tokens after each."""
+def weigh(strength, **options):
+    """Return the kept tokens after each, if every query weighs tokens in proportion to `strength`."""
+    layer = alone(Scissorhands(**options))
     k = torch.zeros(1, 1, len(strength), D)
     k[..., 0] = torch.tensor(strength).log()
-    q = torch.zeros(1, group, len(strength), D)
+    q = torch.zeros(1, 2, len(strength), D)
     q[..., 0] = math.sqrt(D)
+    kept = []
     for t in range(len(strength)):
-        cache.attend(*(x[:, :, t : t + 1] for x in (q, k, k)), torch.tensor([[t]]))
-        yield cache.pos.sort(-1).values.flatten().tolist()
+        feed(layer, q[:, :, [t]], k[:, :, [t]], k[:, :, [t]])
+        kept.append(layer.pos.sort(-1).values.flatten().tolist())
+    return kept
 
 
 def largest_so_far(v, budget):
-    """Yield, after each token, that token and the budget − 1 largest before it."""
-    return [
-        sorted([*sorted(range(t), key=v.__getitem__)[-(budget - 1) :], t])
-        for t in range(len(v))
-    ]
+    """Return, after each token, that token and the budget − 1 largest before it."""
+    kept = []
+    for t in range(len(v)):
+        largest = sorted(range(t), key=v.__getitem__)[-(budget - 1) :]
+        kept.append(sorted([*largest, t]))
+    return kept
 
 
 @pytest.mark.claim("S2")
 @pytest.mark.parametrize("seed, history", [(0, 1), (1, 5), (2, 400)])
 def test_counts_keep_the_largest_if_just_these_exceed_1_over_t(seed, history):
-    budget, n, draw = 6, 60, random.Random(seed)
-    counts = lambda v: [
-        *weigh(Scissorhands(budget=budget, recent=0, at_a_time=1, history=history), v)
-    ]
+    budget, n = 6, 60
+    draw = random.Random(seed)
+    options = dict(budget=budget, recent=0, at_a_time=1, history=history)
     strong = {0, *draw.sample(range(2 * budget, n), budget - 2)}
     v = [draw.uniform(1, 1.5) if t in strong else 1e-3 * (1 + t / n) for t in range(n)]
-    for s, kept in enumerate(counts(v), 1):
+    found = weigh(v, **options)
+    for s, kept in enumerate(found, 1):
+        total = sum(v[i] for i in kept)
         # the premise
-        assert all(
-            (v[j] / sum(v[i] for i in kept) >= 1 / s) == (j in strong) for j in kept
-        )
-    assert counts(v) == largest_so_far(v, budget)
+        assert all((v[j] / total >= 1 / s) == (j in strong) for j in kept)
+    assert found == largest_so_far(v, budget)
     v = [1.0] + [1e-3 * 0.9**rank for rank in draw.sample(range(n - 1), n - 1)]
     newest = [[0, *range(max(1, t - budget + 2), t + 1)] for t in range(n)]
-    assert counts(v) == newest != largest_so_far(v, budget)
+    assert weigh(v, **options) == newest != largest_so_far(v, budget)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(budget=20, recent=-1), "recent is -1; it must be at least 0"),
+        (dict(budget=20, history=2**62), "history 4611686018427387904 .* to 1048576$"),
+        (
+            dict(budget=17, recent=10, at_a_time=8),
+            "budget 17 must be at least 18: the newest 10",
+        ),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Scissorhands(**options)

@@ -1,4 +1,4 @@
-"""Check the training of gates by questions: its choice, its derivative, and that its eviction is real."""
+"""Check the training of gates by questions: its choice and derivative, and that it evicts for real."""
 
 import math
 
@@ -23,14 +23,14 @@ def soft(s, share, tau, free):
     total = ((s - theta) / tau).sigmoid()[free].sum()
 
     def choice(x):
-        low, high = (
-            torch.tensor([-50.0], dtype=x.dtype),
-            torch.tensor([50.0], dtype=x.dtype),
-        )
+        low = torch.tensor([-50.0], dtype=x.dtype)
+        high = torch.tensor([50.0], dtype=x.dtype)
         for _ in range(200):  # bisection
             middle = (low + high) / 2
-            more = ((x - middle) / tau).sigmoid()[free].sum() > total
-            low, high = (middle, high) if more else (low, middle)
+            if ((x - middle) / tau).sigmoid()[free].sum() > total:
+                low = middle
+            else:
+                high = middle
         return ((x - low) / tau).sigmoid()
 
     return choice
@@ -40,149 +40,122 @@ def soft(s, share, tau, free):
 def test_the_highest_stay_and_the_derivative_is_that_of_a_soft_choice_of_one_size(
     sinks, recent
 ):
-    s = (
-        torch.randn(
-            1, 2, 2, 9, generator=torch.Generator().manual_seed(0), dtype=torch.double
-        )
-        * 3
-    )
+    g = torch.Generator().manual_seed(0)
+    s = torch.randn(1, 2, 2, 9, generator=g, dtype=torch.double) * 3
     free = torch.ones_like(s, dtype=torch.bool)
-    free[..., :sinks] = free[..., 9 - recent :] = False
-    n = chosen(s, 0.7, sinks, recent, tau=1.5)
+    free[..., :sinks] = False
+    free[..., 9 - recent :] = False
+    keep = chosen(s, 0.7, sinks, recent, tau=1.5)
     best = s.masked_fill(~free, math.inf).flatten().topk(int(0.7 * 36)).indices
-    assert n.flatten().nonzero().flatten().tolist() == sorted(best.tolist())
+    assert keep.flatten().nonzero().flatten().tolist() == sorted(best.tolist())
 
     found = torch.autograd.functional.jacobian(
         lambda x: chosen(x, 0.7, sinks, recent, 1.5), s
-    )
-    choice, step = soft(s, 0.7, 1.5, free), 1e-4
+    ).view(36, 36)
+    choice = soft(s, 0.7, 1.5, free)
+    step = 1e-4
     for i in range(36):
-        move = torch.zeros(36, dtype=torch.double)
-        move[i] = step
-        slope = (choice(s + move.view_as(s)) - choice(s - move.view_as(s))) / (2 * step)
-        expected = (
-            slope.masked_fill(~free, 0) if free.flatten()[i] else torch.zeros_like(s)
-        )
-        torch.testing.assert_close(
-            found.view(36, 36)[:, i].view_as(s), expected, rtol=1e-4, atol=1e-6
-        )
+        expected = torch.zeros_like(s)
+        if free.flatten()[i]:
+            move = torch.zeros(36, dtype=torch.double)
+            move[i] = step
+            move = move.view_as(s)
+            slope = (choice(s + move) - choice(s - move)) / (2 * step)
+            expected = slope.masked_fill(~free, 0)
+        mine = found[:, i].view_as(s)
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+
+
+def scores_of(asked, gates):
+    """Return the gates' scores of a context's entries, (B, L, H, T)."""
+    rows = []
+    for x, gate in zip(asked.context, gates):
+        rows.append((x.float() @ gate[:-1] + gate[-1]).mT)
+    return torch.stack(rows, 1)
 
 
 @torch.no_grad()
 def test_a_question_of_the_training_meets_what_eviction_leaves():
-    """The loss equals −log p of the answer behind FastKVzip's cache with the same gates and budget."""
+    """The loss equals −log p of the answer behind FastKVzip's cache with these gates and budget."""
     model = decoder(**SIZE)
-    gates = torch.randn(
-        2, 8 * model.config.head_dim + 1, 2, generator=torch.Generator().manual_seed(1)
-    )
+    g = torch.Generator().manual_seed(1)
+    gates = torch.randn(2, 8 * model.config.head_dim + 1, 2, generator=g)
     batch = tasks("test").batch("needle", 0, 3, 150)
-    context = torch.from_numpy(batch.tokens[:, : batch.question])
+    tokens = torch.from_numpy(batch.tokens)
+    context = tokens[:, : batch.question]
     (asked,) = ask(model, tasks("test"), ("needle",), 3, 150, 0, 3)
     budget = context.shape[1] // 4
-    s = torch.stack(
-        [
-            (x.float() @ gates[i, :-1] + gates[i, -1]).mT
-            for i, x in enumerate(asked.context)
-        ],
-        1,
-    )
+    s = scores_of(asked, gates)
 
     caches = make_cache(model, FastKVzip, budget=budget, gates=gates)
     prefill(model, context, caches)
     end(*caches)
-    questions = torch.from_numpy(
-        batch.tokens[:, batch.question : batch.answers[0].stop]
-    )
+    questions = tokens[:, batch.question : batch.answers[0].stop]
     log_p = model(questions[:, :-1], caches, last=asked.n).log_softmax(-1)
     expected = -log_p.gather(-1, questions[:, -asked.n :, None]).mean()
     share = budget / context.shape[1] + 1e-9
-    found = surprise(model, asked, chosen(s, share, FastKVzip.sinks, FastKVzip.recent))
+    keep = chosen(s, share, FastKVzip.sinks, FastKVzip.recent)
     # keys and values had 16 bits
+    found = surprise(model, asked, keep)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
 
 def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
     model = checkpoint.from_hf(TINY)
     c = model.config
-    given = torch.zeros(
-        c.n_layers, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 1, c.n_kv_heads
-    )
-    given[:, :-1] = (
-        torch.randn(given[:, 1:].shape, generator=torch.Generator().manual_seed(2)) / 30
-    )
+    n = (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    given = torch.zeros(c.n_layers, n + 1, c.n_kv_heads)
+    g = torch.Generator().manual_seed(2)
+    given[:, :-1] = torch.randn(given[:, 1:].shape, generator=g) / 30
     options = dict(documents=4, T=160, rows=4, shares=(0.25,), task_names=("needle",))
     state = torch.get_rng_state()
     gates = taught(model, tasks("test"), given, steps=40, rate=0.01, **options)
-    assert torch.equal(torch.get_rng_state(), state) and not gates.requires_grad
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not gates.requires_grad
     assert all(p.grad is None for p in model.parameters())
 
     (asked,) = ask(model, tasks("test"), ("needle",), 4, 160, 0, 4)
 
     @torch.no_grad()
     def loss(gates):
-        s = [
-            (x.float() @ gates[i, :-1] + gates[i, -1]).mT
-            for i, x in enumerate(asked.context)
-        ]
-        return surprise(model, asked, chosen(torch.stack(s, 1), 0.25, 4, 8)).item()
+        keep = chosen(scores_of(asked, gates), 0.25, 4, 8)
+        return surprise(model, asked, keep).item()
 
     assert loss(gates) < 0.2 * loss(given)
-    torch.testing.assert_close(
-        taught(model, tasks("test"), given, steps=0, **options),
-        given,
-        rtol=1e-3,
-        atol=1e-3,
-    )
-    once = [taught(model, tasks("test"), given, steps=2, **options) for _ in range(2)]
-    assert torch.equal(*once)
+    untaught = taught(model, tasks("test"), given, steps=0, **options)
+    torch.testing.assert_close(untaught, given, rtol=1e-3, atol=1e-3)
+    twice = [taught(model, tasks("test"), given, steps=2, **options) for _ in range(2)]
+    assert torch.equal(*twice)
 
 
 def test_steps_take_turns_among_questions_and_shares(monkeypatch):
-    model, seen = decoder(**SIZE), []
+    model = decoder(**SIZE)
+    steps = []
 
     def surprise(model, asked, keep):
-        seen.append(
-            (
-                asked.tokens[:, 0].tolist(),
-                asked.tokens.shape,
-                round(keep.mean().item(), 1),
-            )
-        )
+        steps.append((asked.tokens.tolist(), round(keep.mean().item(), 1)))
         return (keep * 0).sum()
 
     monkeypatch.setattr(question_gates, "surprise", surprise)
-    given, names = torch.zeros(2, 8 * model.config.head_dim + 1, 2), ("copy", "needle")
-    given[:, :-1] = 1
-    taught(
-        model,
-        tasks("test"),
-        given,
-        documents=2,
-        T=150,
-        steps=7,
-        rows=1,
-        shares=(0.5, 0.3, 0.2),
-        seed=3,
-        task_names=names,
-    )
+    given = torch.ones(2, 8 * model.config.head_dim + 1, 2)
+    given[:, -1] = 0
+    names = ("copy", "needle")
+    shares = (0.5, 0.3, 0.2)
+    options = dict(documents=2, T=150, rows=1, seed=3, shares=shares, task_names=names)
+    taught(model, tasks("test"), given, steps=7, **options)
     asked = ask(model, tasks("test"), names, 2, 150, 3, 1)
-    assert len(asked) == 4 and asked[0].tokens.shape != asked[1].tokens.shape
-    assert seen == [
-        (
-            asked[i % 4].tokens[:, 0].tolist(),
-            asked[i % 4].tokens.shape,
-            (0.5, 0.3, 0.2)[i % 3],
-        )
-        for i in range(7)
-    ]
+    assert len(asked) == 4
+    assert asked[0].tokens.shape != asked[1].tokens.shape
+    expected = [(asked[i % 4].tokens.tolist(), shares[i % 3]) for i in range(7)]
+    assert steps == expected
 
 
 def test_calibration_begins_with_the_gates_of_a_few_texts(monkeypatch):
-    monkeypatch.setattr(
-        question_gates, "lessons", lambda model, tasks, documents: (documents, tasks)
-    )
+    def lessons(model, tasks, documents):
+        return documents, tasks
+
+    monkeypatch.setattr(question_gates, "lessons", lessons)
     monkeypatch.setattr(question_gates, "fit", lambda *x: x)
     monkeypatch.setattr(question_gates, "taught", lambda *x: x)
-    assert QuestionGates.calibrate("model", "tasks") == dict(
-        gates=("model", "tasks", (8, "tasks"))
-    )
+    gates = ("model", "tasks", (8, "tasks"))
+    assert QuestionGates.calibrate("model", "tasks") == dict(gates=gates)
