@@ -1,0 +1,257 @@
+"""KVReviver and our repairs by loops: the sketch, the store's lists, the bytes, one head at a time.
+
+`check_walk(Method, walk, changed)` compares a method with them after every step.
+"""
+
+from functools import cache as once
+from itertools import pairwise, product
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from common import alone, end
+from exact import F64, random
+from methods.kv_reviver import PRIME, Sketch
+from methods.ours.kv_reviver_shrunk import MeanSketch, ShrunkReviver, ShrunkSketch
+
+B, H, G, D = 2, 2, 3, 4
+VECTOR = 2 * D * 8  # bytes of a key and a value
+ENTRY = VECTOR + 4
+
+
+class Lists:
+    """Algorithms 1 and 2 for one head: r rows of b slots; a slot is an array of 2D numbers."""
+
+    def __init__(self, sketch):
+        self.kind = type(sketch)
+        self.r = sketch.rows
+        self.b = sketch.width
+        self.x = np.zeros((self.r, self.b, 2 * D))
+        self.total = np.zeros(2 * D)
+        self.inside = set()
+        self.bucket_by = sketch.bucket_by.T.tolist()
+        self.sign_by = sketch.sign_by.T.tolist()
+        self.h = once(lambda i, J: hashed(self.bucket_by[i], J) % self.b)
+        self.g = once(lambda i, J: 1 - 2 * (hashed(self.sign_by[i], J) % 2))
+
+    def signed(self, i, J, x):
+        sign = self.g(i, J)
+        key_sign = 1 if self.kind in (Sketch, MeanSketch) else sign
+        return np.concatenate((x[:D] * key_sign, x[D:] * sign))
+
+    def insert(self, J, x, times=1):
+        for i in range(self.r):
+            self.x[i, self.h(i, J)] += times * self.signed(i, J, x)
+        self.total += times * x
+        self.inside ^= {J}
+
+    def query(self, J):
+        mean = 0.0
+        factor = 1.0
+        if self.kind is ShrunkSketch:
+            variance = 1 if self.r == 1 else 1 - math.sqrt(3) / math.pi
+            factor = 1 / (1 + variance * (len(self.inside) - 1) / self.b)
+            mean = self.total / len(self.inside)
+        rows = []
+        for i in range(self.r):
+            slot = self.h(i, J)
+            there = [other for other in self.inside if self.h(i, other) == slot]
+            x = self.x[i, slot]
+            if self.kind is MeanSketch:
+                x = x / len(there)
+            signs = sum(self.g(i, other) for other in there)
+            rows.append(self.signed(i, J, x - signs * mean))
+        return mean + factor * np.sort(rows, 0)[self.r // 2]
+
+    def is_in(self, x):
+        return np.allclose(x, self.x.reshape(-1, 2 * D), rtol=0, atol=1e-9)
+
+
+def hashed(c, J):
+    return (c[0] * J**3 + c[1] * J**2 + c[2] * J + c[3]) % PRIME
+
+
+def sizes(seen, Method, budget, vague=0.1, recent=0.45, rows=3, slack=8, **_):
+    """Return the slots of a row, of Recent and of Candidate, and the sketch's bytes.
+
+    A number has 8 bytes.
+    """
+    width = 0
+    if vague:
+        width = max(1, math.floor(vague * budget * ENTRY / (rows * VECTOR)))
+    sketch = rows * width * VECTOR
+    if Method is ShrunkReviver and width:
+        sketch += VECTOR
+    slots = math.floor((budget * ENTRY - sketch - 4 * seen) / ENTRY) - slack
+    newest = round(slots * recent / (1 - vague))
+    return width, newest, slots - newest, sketch
+
+
+class Head:
+    """Algorithms 3 and 4 for one head, token by token.
+
+    Recent is cut back when all exact slots are full.
+    """
+
+    def __init__(self, Method, options):
+        self.Method = Method
+        self.options = options
+        self.lists = None
+        self.swaps = 0
+        self.recent = []
+        self.candidate = []
+        self.vague = []
+        self.exact = {}
+        self.seen = {}
+        self.score = {}
+
+    def attend(self, q, x, part):
+        """Return the outputs (G, T, D) of a part's tokens: q (G, T, D), x = [k, v] (T, 2D)."""
+        self.recent += part
+        self.exact |= dict(zip(part, x))
+        self.seen |= dict(zip(part, x))
+        self.score |= dict.fromkeys(part, 0.0)
+        tokens = np.array([*self.seen])
+        x = np.stack([*self.seen.values()])
+        y = np.zeros(q.shape)
+        for g, (n, t) in product(range(len(q)), enumerate(part)):
+            weight = np.exp(x[:, :D] @ q[g, n] / math.sqrt(D)) * (tokens <= t)
+            weight /= weight.sum()
+            y[g, n] = weight @ x[:, D:]
+            for J, w in zip(tokens, weight):
+                self.score[J] += w
+        return y
+
+    def rank(self, J):
+        return self.score[J], J
+
+    def compress(self, seen, sketch):
+        _, newest, candidates, _ = sizes(seen, self.Method, **self.options)
+        if len(self.exact) > newest + candidates + self.options["slack"]:
+            n = max(len(self.recent) - newest, 0)
+            old = self.candidate + self.recent[:n]
+            self.candidate = sorted(old, key=self.rank)
+            self.recent = self.recent[n:]
+            while len(self.candidate) > candidates:
+                self.forget(self.candidate.pop(0), sketch)
+        while self.vague:
+            J = min(self.candidate, key=self.rank)
+            best = max(self.vague, key=self.rank)
+            if self.score[J] * self.options["replace_rate"] >= self.score[best]:
+                break
+            self.swap(J, best)
+        self.seen = self.exact | {J: self.lists.query(J) for J in self.vague}
+
+    def forget(self, J, sketch):
+        x = self.exact.pop(J)
+        if self.options["vague"]:
+            self.lists = self.lists or Lists(sketch)
+            self.lists.insert(J, x)
+            self.vague.append(J)
+
+    def swap(self, J, best):
+        x = self.lists.query(best)
+        self.lists.insert(best, x, -1)
+        self.lists.insert(J, self.exact.pop(J))
+        self.exact[best] = x
+        self.candidate[self.candidate.index(J)] = best
+        self.vague[self.vague.index(best)] = J
+        self.swaps += 1
+
+
+def texts(T, dtype=F64):
+    """Return random q, k, v.
+
+    From token 36 on, queries attend to tokens that earlier queries avoided.
+    """
+    q = random(B, H * G, T, D, seed=0)
+    k = random(B, H, T, D, seed=1)
+    v = random(B, H, T, D, seed=2)
+    k[:, :, :20:2] += 1
+    q += torch.where(torch.arange(T) < 36, -1, 2).unsqueeze(1)
+    return [x.to(dtype) for x in (q, k, v)]
+
+
+def parts_of(T, prompt, chunk=None, block=1):
+    starts = *range(0, prompt, chunk or prompt), *range(prompt, T, block), T
+    return [range(a, b) for a, b in pairwise(starts)]
+
+
+def step(layer, q, k, v, part, prompt):
+    i = slice(part.start, part.stop)
+    pos = torch.arange(part.start, part.stop)[None]
+    y = layer.attend(q[:, :, i], k[:, :, i], v[:, :, i], pos)
+    if part.stop == prompt:
+        end(layer)
+    return y
+
+
+OPTIONS = dict(budget=26, vague=0.3, recent=0.3, slack=2, replace_rate=1.1, rows=3)
+# tokens of the prompt; per part in it; after it
+WHOLE, PARTS, SHORT = (36, 36, 1), (36, 7, 3), (3, 2, 1)
+
+
+def check_walk(Method, walk, changed, T=50):
+    """Compare outputs, exact and vague tokens, scores, sketch and bytes after every step."""
+    options = OPTIONS | changed
+    prompt = walk[0]
+    q, k, v = texts(T)
+    layer = alone(Method(**options))
+    heads = {at: Head(Method, options) for at in product(range(B), range(H))}
+    for part in parts_of(T, *walk):
+        y = step(layer, q, k, v, part, prompt).unflatten(1, (H, G))
+        assert layer.cached_vague is None  # `bytes` does not count it
+        keys, values, pos, bias = layer.read()
+        layer.cached_vague = None
+        assert bias is None
+        read = torch.cat((keys, values), -1)
+        for at, head in heads.items():
+            asked = q.unflatten(1, (H, G))[at][:, part]
+            x = torch.cat((k, v), -1)[at][part]
+            expected = head.attend(asked.numpy(), x.numpy(), part)
+            assert np.allclose(y[at], expected, atol=1e-5), part
+            if part.stop >= prompt:
+                head.compress(part.stop, layer.sketch)
+            check_head(layer, at, head)
+            shown = dict(zip(pos[at].tolist(), read[at]))
+            assert head.seen.keys() == shown.keys()
+            assert not options["vague"] or len(shown) == part.stop
+            for J, x in head.seen.items():
+                assert np.allclose(x, shown[J], atol=1e-9)
+        check_bytes(layer, part.stop, Method, options)
+        if part.stop >= prompt:
+            check_budget(layer, part.stop, Method, options)
+    assert (layer.sketch is None) == (not options["vague"])
+    swaps = sum(head.swaps for head in heads.values())
+    assert bool(swaps) == bool(options["vague"])
+
+
+def check_head(layer, at, head):
+    assert sorted(layer.pos[at].tolist()) == sorted(head.exact)
+    if head.lists:
+        assert layer.vague_tokens()[at].tolist() == sorted(head.vague)
+        layer.cached_vague = None
+        assert head.lists.is_in(layer.sketch.x[at])
+    score = [head.score[J] for J in range(layer.seen)]
+    assert layer.score[at][: layer.seen].tolist() == pytest.approx(score, abs=1e-4)
+
+
+def check_bytes(layer, seen, Method, options):
+    sketch = 0
+    held = [*layer.slots.values(), layer.score]
+    if layer.sketch is not None:
+        *_, sketch = sizes(seen, Method, **options)
+        held += layer.sketch.tensors()
+    live, allocated = layer.bytes()
+    assert live == B * H * (layer.length * ENTRY + 4 * seen + sketch)
+    assert live <= allocated == sum(x.nbytes for x in held)
+
+
+def check_budget(layer, seen, Method, options):
+    width, newest, candidates, _ = sizes(seen, Method, **options)
+    assert layer.method.sizes(layer) == (width, newest, candidates)
+    assert layer.bytes()[0] <= B * H * options["budget"] * ENTRY
+    exact = newest + candidates
+    assert min(seen, exact) <= layer.length <= exact + options["slack"]
