@@ -1,13 +1,12 @@
-"""Compare tensor attention with plain loops over pairs; check the caches' bytes and a decoder of pairs."""
+"""Compare tensor attention with plain loops over pairs; check the stores' bytes, a decoder of pairs."""
 
-from functools import cache as once
+from functools import cache as once, partial
 from itertools import product
 import math
 
 import pytest
 import torch
 
-from common import feed
 from exact import F64, random, seeded
 from methods.tensor_attention import (
     FactoredFourCache,
@@ -26,70 +25,73 @@ from nanollm.model import Config, rope, rope_frequencies
 B, H, G, D = 2, 2, 3, 5
 N = 13
 
-CACHES = {
-    "four": (FourCache, {}),
-    "two": (TwoCache, {}),
-    "factored": (FactoredFourCache, {}),
-}
+STORES = {"four": FourCache, "two": TwoCache, "factored": FactoredFourCache}
 TILES = {
-    f"factored in tiles of {tile}": (FactoredFourCache, dict(tile=tile))
+    f"factored in tiles of {tile}": partial(FactoredFourCache, tile=tile)
     for tile in (1, 40)
 }
-each_cache = pytest.mark.parametrize("cache", CACHES)
-each_cache_and_tile = pytest.mark.parametrize("cache", CACHES | TILES)
+each_store = pytest.mark.parametrize("name", STORES)
+each_store_and_tile = pytest.mark.parametrize("name", STORES | TILES)
 each_chunk = pytest.mark.parametrize("chunk", [1, 5, N])
+
+
+def new(name, **options):
+    return (STORES | TILES)[name](**options)
+
+
+def feed(store, q, k, v, chunk, first=0):
+    """Return the output of a text fed in chunks, at positions from `first` on."""
+    outputs = []
+    for i in torch.arange(q.shape[2]).split(chunk):
+        pos = first + i[None]
+        outputs.append(store.attend(q[:, :, i], k[:, :, i], v[:, :, i], pos))
+    return torch.cat(outputs, 2)
 
 
 def equal(x, y, atol=1e-12):
     return torch.allclose(x.double(), y, rtol=0, atol=atol)
 
 
-def attend_to(these, q, k1, k2, v1, v2, scale):
-    """Return softmax attention of one query row to the pairs (a, b) of k₁ₐ ∘ k₂ᵦ, over values v₁ₐ ∘ v₂ᵦ."""
-    score = {
-        (a, b): scale * math.fsum(x * y * z for x, y, z in zip(q, k1[a], k2[b]))
-        for a, b in these
-    }
+def attend_to(n, q, k1, k2, v1, v2, scale):
+    """Return softmax attention of a query row to the pairs (a, b) of n tokens.
+
+    Their keys are k₁ₐ ∘ k₂ᵦ, their values v₁ₐ ∘ v₂ᵦ.
+    """
+    score = {}
+    for a, b in product(range(n), repeat=2):
+        score[a, b] = scale * math.fsum(x * y * z for x, y, z in zip(q, k1[a], k2[b]))
     top = max(score.values())
     weight = {pair: math.exp(s - top) for pair, s in score.items()}
     total = math.fsum(weight.values())
-    return [
-        math.fsum(w * v1[a][j] * v2[b][j] for (a, b), w in weight.items()) / total
-        for j in range(len(q))
-    ]
+    out = []
+    for j in range(len(q)):
+        terms = [w * v1[a][j] * v2[b][j] for (a, b), w in weight.items()]
+        out.append(math.fsum(terms) / total)
+    return out
 
 
 def text(n=N, integer=False):
     """Return q (B, H·G, n, D), k and v (B, H, n, 2D) in the decoder's layout, heads inside tokens."""
-    q, k, v = (
-        random(B, n, heads, width, seed=seed).transpose(1, 2)
-        for seed, (heads, width) in enumerate(((H * G, D), (H, 2 * D), (H, 2 * D)))
-    )
+    q = random(B, n, H * G, D, seed=0).transpose(1, 2)
+    k = random(B, n, H, 2 * D, seed=1).transpose(1, 2)
+    v = random(B, n, H, 2 * D, seed=2).transpose(1, 2)
     if integer:  # exact in float32; most exps overflow, or all exps of a query are 0
-        q, k = (8 * q).round(), (3 * k).round()
+        return (8 * q).round(), (3 * k).round(), v
     return q, k, v
 
 
 @once
 def expected(n, scale, integer=False):
     """Return the loop's output (B, H·G, n, D): query i attends to the pairs a, b ≤ i."""
-    q, k, v = (x.tolist() for x in text(n, integer))
-
-    def one(z, h, i):
-        halves = (
-            [row[part] for row in x[z][h // G]]
-            for x in (k, v)
-            for part in (slice(D), slice(D, None))
-        )
-        return attend_to([*product(range(i + 1), repeat=2)], q[z][h][i], *halves, scale)
-
-    rows = [[[one(z, h, i) for i in range(n)] for h in range(H * G)] for z in range(B)]
-    return torch.tensor(rows, dtype=F64)
-
-
-def new(name, **more):
-    Method, options = (CACHES | TILES)[name]
-    return Method(**options, **more)
+    q, k, v = text(n, integer)
+    y = torch.zeros(B, H * G, n, D, dtype=F64)
+    for b, h, i in product(range(B), range(H * G), range(n)):
+        keys = k[b, h // G].split(D, 1)
+        values = v[b, h // G].split(D, 1)
+        halves = [x.tolist() for x in (*keys, *values)]
+        loop = attend_to(i + 1, q[b, h, i].tolist(), *halves, scale)
+        y[b, h, i] = torch.tensor(loop, dtype=F64)
+    return y
 
 
 @pytest.mark.claim("T1")
@@ -99,21 +101,24 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
 
     Def. 3.1 has row a + b·n, Def. 3.6 row a·m + b.
     """
-    k1, v1, k2, v2 = (
-        random(2, 3, rows, D, seed=seed) for seed, rows in enumerate((n, n, m, m))
-    )
+    k1 = random(2, 3, n, D, seed=0)
+    v1 = random(2, 3, n, D, seed=1)
+    k2 = random(2, 3, m, D, seed=2)
+    v2 = random(2, 3, m, D, seed=3)
     q = random(2, 3, 4, D, seed=9)
-    K, V, y = pairs(k1, k2), pairs(v1, v2), tensor_attention(q, k1, k2, v1, v2)
+    K = pairs(k1, k2)
+    V = pairs(v1, v2)
+    y = tensor_attention(q, k1, k2, v1, v2)
     assert K.shape == (2, 3, n * m, D)
     order = torch.tensor([a * m + b for b in range(m) for a in range(n)])  # row a + b·n
     for a, b in product(range(n), range(m)):
-        assert torch.equal(K[..., a * m + b, :], k1[..., a, :] * k2[..., b, :])
-        assert torch.equal(
-            K[..., order, :][..., a + b * n, :], k1[..., a, :] * k2[..., b, :]
-        )
+        pair = k1[..., a, :] * k2[..., b, :]
+        assert torch.equal(K[..., a * m + b, :], pair)
+        assert torch.equal(K[..., order, :][..., a + b * n, :], pair)
 
     permuted = (q @ K[..., order, :].mT).softmax(-1) @ V[..., order, :]
-    assert equal(permuted, y) and equal(tensor_attention(q, k2, k1, v2, v1), y)
+    assert equal(permuted, y)
+    assert equal(tensor_attention(q, k2, k1, v2, v1), y)
     if m == 4 == n:
         note("T1", moved=sum(i != j for i, j in enumerate(order.tolist())))
         # not keys alone
@@ -121,26 +126,29 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
 
 
 @pytest.mark.claim("T2", "T3")
-@each_cache_and_tile
+@each_store_and_tile
 @each_chunk
-def test_every_cache_equals_the_loop_over_pairs_however_a_text_is_cut(cache, chunk):
+def test_every_store_equals_the_loop_over_pairs_however_a_text_is_cut(name, chunk):
     # None: 1/√D; a text may begin anywhere
     for scale, first in (None, 0), (1.0, 0), (0.3, 1000):
         loop = expected(N, D**-0.5 if scale is None else scale)
-        y = feed(new(cache, scale=scale), *text(), chunk, first=first)
-        single = feed(new(cache, scale=scale), *(x.float() for x in text()), chunk)
-        assert y.dtype == F64 and single.dtype == torch.float32
-        assert equal(y, loop) and equal(single, loop, atol=2e-6)
+        y = feed(new(name, scale=scale), *text(), chunk, first)
+        assert y.dtype == F64
+        assert equal(y, loop)
+        half = [x.float() for x in text()]
+        single = feed(new(name, scale=scale), *half, chunk)
+        assert single.dtype == torch.float32
+        assert equal(single, loop, atol=2e-6)
     # each row has its own positions
     rows = torch.arange(N).expand(B, N) + torch.tensor([[0], [7]])
-    assert equal(new(cache).attend(*text(), rows), expected(N, D**-0.5))
+    assert equal(new(name).attend(*text(), rows), expected(N, D**-0.5))
 
 
-@each_cache_and_tile
+@each_store_and_tile
 @pytest.mark.parametrize("chunk", [1, N])
 @pytest.mark.parametrize("dtype, within", [(torch.float32, 5e-6), (F64, 1e-12)])
 def test_scores_whose_exp_overflows_or_vanishes_are_harmless(
-    cache, chunk, dtype, within
+    name, chunk, dtype, within
 ):
     """Scores whose exp overflows or vanishes give the loop's outputs.
 
@@ -153,45 +161,47 @@ def test_scores_whose_exp_overflows_or_vanishes_are_harmless(
     score = torch.einsum("zhid,zhad,zhbd->zhiab", q, k1, k2)
     score = [score[:, :, i, : i + 1, : i + 1].flatten(2) for i in range(N)]
     # 88 overflows in float32, 709 in float64
-    assert score[-1].amax() > 1000 and score[-1].amin() < -1000
+    assert score[-1].amax() > 1000
+    assert score[-1].amin() < -1000
     # then all exps of a query are 0
     assert any((s.amax(-1) < -110).any() for s in score)
-    y = feed(new(cache, scale=1.0), *(x.to(dtype) for x in (q, k, v)), chunk)
-    if cache == "two":
+    y = feed(new(name, scale=1.0), *(x.to(dtype) for x in (q, k, v)), chunk)
+    if name == "two":
         within = max(s.abs().max() for s in score).item() * torch.finfo(dtype).eps
-    assert y.isfinite().all() and equal(y, expected(N, 1.0, True), atol=within)
+    assert y.isfinite().all()
+    assert equal(y, expected(N, 1.0, True), atol=within)
 
 
 @pytest.mark.claim("T2", "T3")
-@each_cache
+@each_store
 @each_chunk
-def test_i_tokens_are_4_i_d_numbers_and_two_matrices_2_i_i_d_beside(cache, chunk, note):
+def test_i_tokens_are_4_i_d_numbers_and_two_matrices_2_i_i_d_beside(name, chunk, note):
     """i tokens take 4·i·D numbers, and in TwoCache 2·i²·D more.
 
     A pair is formed with its later token, and stays.
     """
-    (q, k, v), held = text(), new(cache)
+    q, k, v = text()
+    store = new(name)
     for part in torch.arange(N).split(chunk):
-        feed(held, *(x[:, :, part] for x in (q, k, v)), chunk, first=int(part[0]))
-        i, four = int(part[-1]) + 1, held.tokens if cache == "two" else held
-        assert (
-            torch.equal(four.k, k[:, :, :i])
-            and torch.equal(four.v, v[:, :, :i])
-            and held.seen == i
-        )
-        live, allocated = held.bytes()
-        pairs_too = i * i * (2 * D * 8 + 4) if cache == "two" else 0
-        assert (
-            live == B * H * (i * (4 * D * 8 + 4) + pairs_too) <= allocated <= 1.1 * live
-        )
-        slots = {id(x): x.nbytes for one in (held, four) for x in one.slots.values()}
-        assert allocated == sum(slots.values())
-    claim = "T3" if cache == "two" else "T2"
-    note(claim, numbers=(held.k.numel() + held.v.numel()) // B // H)
-    later = [
-        i for i in range(N) for pair in product(range(N), repeat=2) if max(pair) == i
-    ]
-    assert (held.pos == torch.tensor(later if cache == "two" else range(N))).all()
+        new_tokens = [x[:, :, part] for x in (q, k, v)]
+        feed(store, *new_tokens, chunk, first=int(part[0]))
+        i = int(part[-1]) + 1
+        four = store.tokens if name == "two" else store
+        assert torch.equal(four.k, k[:, :, :i])
+        assert torch.equal(four.v, v[:, :, :i])
+        assert store.seen == i
+        live, allocated = store.bytes()
+        pairs_too = i * i * (2 * D * 8 + 4) if name == "two" else 0
+        assert live == B * H * (i * (4 * D * 8 + 4) + pairs_too)
+        assert live <= allocated <= 1.1 * live
+        buffers = {id(x): x.nbytes for y in (store, four) for x in y.slots.values()}
+        assert allocated == sum(buffers.values())
+    numbers = (store.k.numel() + store.v.numel()) // B // H
+    note("T3" if name == "two" else "T2", numbers=numbers)
+    positions = [*range(N)]
+    if name == "two":
+        positions = [i for i in range(N) for _ in range(2 * i + 1)]
+    assert (store.pos == torch.tensor(positions)).all()
 
 
 def model_of_pairs(family="llama", **changed):
@@ -229,59 +239,54 @@ def test_its_attention_is_the_loop_over_pairs_from_its_own_weights(family):
     q, k, v = ([x @ w.T for w in part.split(4)] for part in parts)  # (B, T, D) each
     y = torch.zeros(2, 5, 24, dtype=F64)
     for h, b, i in product(range(6), range(2), range(5)):
-        (k1, k2), (v1, v2) = (
-            [one[b].tolist() for one in both[h // 3 * 2 : h // 3 * 2 + 2]]
-            for both in (k, v)
-        )
-        loop = attend_to(
-            [*product(range(i + 1), repeat=2)],
-            q[h][b, i].tolist(),
-            k1,
-            k2,
-            v1,
-            v2,
-            1 / 2,
-        )
+        first = h // 3 * 2
+        halves = [*k[first : first + 2], *v[first : first + 2]]
+        rows = [half[b].tolist() for half in halves]
+        loop = attend_to(i + 1, q[h][b, i].tolist(), *rows, 1 / 2)
         y[b, i, 4 * h : 4 * h + 4] = torch.tensor(loop, dtype=F64)
     pos = torch.arange(5)[None]
-    angles = (
-        rope(rope_frequencies(attention.config), pos) if family == "llama" else None
-    )
+    angles = None
+    if family == "llama":
+        angles = rope(rope_frequencies(attention.config), pos)
     assert equal(attention(x, angles, pos), y @ attention.o.weight.T)
 
 
 @pytest.mark.claim("T13")
 def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins():
-    """A product of three rotated vectors depends on absolute positions; a decoder of pairs does not."""
+    """It depends on absolute positions; a decoder of pairs does not."""
     x = torch.randn(3, 1, 1, 16, generator=seeded(0))
-    scores = {shift: rotated_scores(*x, shift) for shift in (0, 1, 10, 100)}
+    unshifted = rotated_scores(*x, 0)
     for shift in (1, 10, 100):
-        two, three = (abs(a - b) for a, b in zip(scores[shift], scores[0]))
-        assert two < 1e-5 and three > 0.05
+        shifted = rotated_scores(*x, shift)
+        two, three = (abs(a - b) for a, b in zip(shifted, unshifted))
+        assert two < 1e-5
+        assert three > 0.05
 
     model = model_of_pairs()
-    assert torch.equal(
-        model(TOKENS[:, :9], pos=torch.arange(9)[None] + 5), model(TOKENS[:, :9])
-    )
+    tokens = TOKENS[:, :9]
+    assert torch.equal(model(tokens, pos=torch.arange(9)[None] + 5), model(tokens))
     # order matters
-    assert not torch.allclose(model(TOKENS[:, :9]), model(TOKENS[:, :9].flip(1)))
+    assert not torch.allclose(model(tokens), model(tokens.flip(1)))
 
 
 @pytest.mark.claim("T13")
 @each_family
 @torch.no_grad()
-def test_a_decoder_of_pairs_says_the_same_with_every_cache(family):
+def test_a_decoder_of_pairs_says_the_same_with_every_store(family):
     model = model_of_pairs(family)
-    whole, loop = model(TOKENS), TOKENS
+    whole = model(TOKENS)
+    loop = TOKENS
     for _ in range(8):  # without a cache
         loop = torch.cat((loop, model(loop)[:, -1:].argmax(-1)), 1)
     assert len(loop[:, 13:].unique()) > 4
-    for Method, options in CACHES.values():
-        caches = make_cache(model, Method, **options)
-        assert equal(
-            torch.cat([model(part, caches) for part in TOKENS.split(8, 1)], 1),
-            whole,
-            atol=1e-11,
-        )
-        new = generate(model, TOKENS, 8, make_cache(model, Method, **options))
-        assert torch.equal(new, loop[:, 13:])
+    for store in STORES.values():
+        caches = make_cache(model, store=store)
+        parts = [model(part, caches) for part in TOKENS.split(8, 1)]
+        assert equal(torch.cat(parts, 1), whole, atol=1e-11)
+        caches = make_cache(model, store=store)
+        assert torch.equal(generate(model, TOKENS, 8, caches), loop[:, 13:])
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="tile is 0; it must be"):
+        FactoredFourCache(tile=0)
