@@ -36,7 +36,7 @@ LONGEST = (
     "test_window_methods",
     "test_sketch_error",
     "test_compared_methods",
-    "test_claims",
+    "test_claims_command",
     "test_compare",
     "test_persistence",
     "test_foreign",

@@ -1,0 +1,138 @@
+"""python -m nanollm claims: a column for each model, and a row for each claim."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commands import refused
+from common import checkpoint_of_two_layers
+from foreign import foreign_checkpoint
+from lab import command_line
+from lab.claims import claims_command, rules
+from lab.claims.claims_command import STORED
+from lab.claims.rules import CLAIMS, judge
+from lab.claims.subject import UNFIT, Subject
+from lab.loading import load
+from lab.tasks import Tasks
+from nanollm import SHIPPED
+from nanollm.__main__ import main
+
+ROWS = json.loads(STORED.read_text())["rows"]
+
+
+def run(folder, *options):
+    file = folder / "found.json"
+    main(["claims", *map(str, options), "--json", str(file)])
+    return json.loads(file.read_text())
+
+
+def as_json(numbers) -> dict:
+    return {name: [*x] for name, x in numbers.items()}
+
+
+def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, capsys):
+    folder = foreign_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(claims_command, "SHIPPED", {})
+    for several in ("COMPARED", "WINDOW_METHODS"):
+        monkeypatch.setattr(rules, several, ["SnapKV", "AdaKV", "PyramidKV"])
+    found = run(tmp_path, "--model", folder, "--documents", 2, "--length", 128)
+    assert [row["claim"] for row in found] == [*CLAIMS]
+    assert {row["model"] for row in found} == {f"{folder}/"}
+    why = {row["claim"]: row["why"] for row in found if row["verdict"] == UNFIT}
+    # it answers nothing, and the texts are too short
+    assert [*why] == "P5 P8 C1 C2 R9 R10 R11 R12 R13 S8".split()
+    assert "the full cache answers 0.00 of needle" in why["R10"]
+    assert all(row["numbers"] for row in found if row["verdict"] != UNFIT)
+    out = capsys.readouterr().out
+    assert out.count(UNFIT) == 10
+    assert all(f"\n{name}  " in out for name in CLAIMS)
+
+
+@pytest.mark.parametrize(
+    "model, columns",
+    [
+        ("", ["built", "learned"]),
+        ("--model ../two/link", ["built", "learned"]),
+        ("--model own/built", ["built", "learned", "own/built/"]),
+    ],
+)
+def test_only_a_model_that_does_not_ship_has_a_third_column(
+    model, columns, tmp_path, monkeypatch
+):
+    two = tmp_path / "two"
+    folders = {name: checkpoint_of_two_layers(two / name) for name in SHIPPED}
+    monkeypatch.setattr(claims_command, "SHIPPED", folders)
+    monkeypatch.setattr(command_line, "TINY", folders["built"])  # the default
+    monkeypatch.chdir(two)
+    Path("link").symlink_to("learned")
+    checkpoint_of_two_layers(two / "own" / "built")
+    options = "--claims P3 --documents 3 --length 130 --seed 7"
+    found = run(two, *f"{options} {model}".split())
+    assert [row["model"] for row in found] == columns
+    model, encoding = load(folders["built"])
+    alone = judge("P3", Subject(model, Tasks(encoding, "test"), 7, 3, 130))
+    assert found[0]["numbers"] == as_json(alone.numbers)
+    assert [found[0][key] for key in ("seed", "documents", "tokens")] == [7, 3, 130]
+
+
+def test_facts_may_stand_in_a_text_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims_command, "SHIPPED", {})
+    folder = checkpoint_of_two_layers(tmp_path / "own")
+    text = "otherwise " * 900
+    file = tmp_path / "text"
+    file.write_text(text)
+    options = "--claims P3 --documents 2 --length 130".split()
+    (found,) = run(tmp_path, *options, "--model", folder, "--text", file)
+    model, encoding = load(folder)
+    own = Subject(model, Tasks(encoding, "test", text), 0, 2, 130)
+    ours = Subject(model, Tasks(encoding, "test"), 0, 2, 130)
+    assert found["numbers"] == as_json(judge("P3", own).numbers)
+
+    def kinds(on, task):
+        (part,) = on.recorded(task)
+        return len({*part.batches[task].tokens.flat})
+
+    assert own.text.tokens[:, 5:].unique().numel() < 9
+    assert ours.text.tokens.unique().numel() > 9
+    for task in "needle", "unmarked long needle":
+        assert kinds(own, task) < kinds(ours, task)
+
+
+def test_beside_another_model_the_shipped_columns_are_the_stored_ones(tmp_path):
+    folder = checkpoint_of_two_layers(tmp_path / "own")
+    found = run(tmp_path, "--claims", "P2", "--model", folder)
+    assert found[:3] == [row for row in ROWS if row["claim"] == "P2"]
+    assert len(found) == 4
+
+
+def test_both_engines_find_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims_command, "SHIPPED", {"built": SHIPPED["built"]})
+    options = "--claims P6 S7 --documents 2 --length 128 --engine".split()
+    ours = run(tmp_path, *options, "ours")
+    theirs = run(tmp_path, *options, "transformers")
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["verdict"] == other["verdict"]
+        assert one["numbers"].keys() == other["numbers"].keys()
+        for name, x in one["numbers"].items():
+            assert other["numbers"][name] == pytest.approx(x, rel=1e-2, abs=1e-3), name
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            "--claims P6 P1",
+            "claim 'P1' cannot be tested on a model; choose from P2, P3",
+        ),
+        ("--documents 1", "documents 1 must be"),
+        ("--length 16", "length 16 must be"),
+        ("--seed -1", "seed -1"),
+        ("--model nowhere", "nowhere"),
+        ("--json foreign.json", "foreign.json holds something else"),
+    ],
+)
+def test_what_is_wrong_is_one_line(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("foreign.json").write_text('[{"verdict": "guilty"}]')
+    refused(capsys, ["claims", *options.split()], message)

@@ -1,0 +1,160 @@
+"""CLAIMS.md fits the files of claims, the rules, the stored findings and the tests."""
+
+import json
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import claims_plugin
+import pytest
+
+from lab.claims import claims_renderer
+from lab.claims.claims_command import STORED
+from lab.claims.claims_renderer import (
+    PLACEHOLDER,
+    listed,
+    page,
+    texts,
+    write_or_compare,
+)
+from lab.claims.subject import HOLDS, NOT, OPEN
+
+ROOT = Path(__file__).parents[3]
+ROWS = json.loads(STORED.read_text())["rows"]
+
+
+@pytest.fixture
+def recorded():
+    """Return the records of a run of all tests, with made-up numbers."""
+    records = []
+    for name in listed():
+        records.append((f"tests/test_{name[0]}.py::test_{name}[1]", "claim", name))
+    stored = {f"{row['claim']}.{name}" for row in ROWS for name in row["numbers"]}
+    for name, _ in PLACEHOLDER.findall(texts()):
+        if re.sub(" @\\w+| ±", "", name) not in stored:
+            records.append(("tests/test_P.py::test_P1", name, -0.126))
+    return records
+
+
+def test_a_claim_has_its_sentence_verdicts_number_rule_tests_and_notebook(recorded):
+    by_model = {"smollm2": HOLDS, "built": NOT, "learned": OPEN}
+    rows = [row | dict(verdict=by_model[row["model"]]) for row in ROWS]
+    text = page(recorded, rows)
+    (p12,) = [part for part in text.split("\n\n### ") if part.startswith("P12\n")]
+    verdicts = f"*smollm2*: {HOLDS}; *built*: {NOT}"
+    rule = listed()["P12"].rule
+    assert f"{rule} The verdict turns with the decoder. {verdicts}" in p12
+    assert "[test_P](tests/test_P.py)" in p12
+
+    wanted = "P12", "smollm2"
+    (row,) = [row for row in rows if (row["claim"], row["model"]) == wanted]
+    numbers = row["numbers"]["change by the paper's rule"]
+    mean, error = (f"{x:.3f}".replace("-", "−") for x in numbers)
+    line = f"{HOLDS} | {HOLDS} | {NOT} | {OPEN} | The norms change the KL by {mean}"
+    assert f"{line} ± {error}" in text
+    assert "L is −0.126 if kept" in text  # as the test recorded it
+
+
+UNKNOWN = ("a.py::test_a", "claim", "T99")
+OTHER = ("a.py::test_a", "P1.sink_kept", 0.5)
+
+
+@pytest.mark.parametrize(
+    "without, more, changed, message",
+    [
+        (("claim", "T1"), [], "", "claims without a test: T1$"),
+        (None, [UNKNOWN], "", "markers of unknown claims: T99$"),
+        (("P1.sink_kept", -0.126), [], "", "nobody recorded: P1.sink_kept$"),
+        (None, [OTHER], "", "P1.sink_kept is -0.126 in .* and 0.5 in a.py:"),
+        (None, [], "rule", "claims without a row in .*/claims.json, or .*: C1$"),
+        (None, [], "model", "or with another rule or model there: C1$"),
+        (None, [], "claim", "or with another rule or model there: C1, other$"),
+    ],
+)
+def test_what_is_missing_unknown_or_of_another_rule_is_refused(
+    without, more, changed, message, recorded
+):
+    stored = []
+    for row in ROWS:
+        if changed and row["claim"] == "C1":
+            row = row | {changed: "other"}
+        stored.append(row)
+    records = [record for record in recorded if record[1:] != without]
+    with pytest.raises(ValueError, match=message):
+        page(records + more, stored)
+
+
+RULE = "Rule: L over θ is at most 1 in every head, at a quarter of the entries.\n"
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("## T1 · holds", "## T1 · hold", "'## T1 · hold' must"),
+        ("Rule: L over", "L over", "'## P3 · "),
+        (RULE, "", "only in code: P3;"),
+    ],
+)
+def test_a_file_of_claims_with_a_slip_is_refused(
+    old, new, message, recorded, monkeypatch
+):
+    changed = texts().replace(old, new)
+    monkeypatch.setattr(claims_renderer, "texts", lambda: changed)
+    with pytest.raises(ValueError, match=message):
+        page(recorded, ROWS)
+
+
+def test_a_stale_number_is_refused(recorded, tmp_path):
+    file = tmp_path / "CLAIMS.md"
+    write_or_compare(recorded, True, file)
+    write_or_compare(recorded, False, file)
+    other = []
+    for node, name, x in recorded:
+        other.append((node, name, 0.5 if name == "S5.n" else x))
+    message = "CLAIMS.md is stale: these tests would write another text"
+    with pytest.raises(ValueError, match=message):
+        write_or_compare(other, False, file)
+
+
+NOTING = """import numpy, pytest
+
+@pytest.mark.claim('T99')
+def test_a(note):
+    note('S5', n=numpy.int64(5))
+"""
+
+
+def test_a_run_of_all_tests_fails_where_they_and_the_claims_disagree(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(NOTING)
+    env = dict(
+        os.environ,
+        PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'helpers'}",
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",  # the others take seconds to load
+    )
+    options = "-q -p claims_plugin -p xdist -n 1".split()
+    command = [sys.executable, "-m", "pytest", *options]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, timeout=100, capture_output=True, text=True
+    )
+    out = done.stdout
+    assert done.returncode == 1
+    assert "1 passed" in out
+    assert "S5.printed_above" in out
+    assert "markers of unknown claims: T99" in out
+    assert "S5.n," not in out
+
+
+def test_claims_are_written_by_a_run_of_all_tests_only():
+    config = SimpleNamespace(
+        option=SimpleNamespace(write_claims=True, keyword="a"),
+        addinivalue_line=lambda *_: 0,
+        args=["tests"],
+        getini=lambda _: ["tests"],
+    )
+    with pytest.raises(pytest.UsageError, match="needs a run of all tests"):
+        claims_plugin.pytest_configure(config)

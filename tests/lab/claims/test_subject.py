@@ -1,0 +1,147 @@
+"""What a subject measures, and verdicts from numbers and their errors."""
+
+import pytest
+import torch
+
+from common import tasks
+from lab.claims.compared_methods import METHODS
+from lab.claims.subject import (
+    ASKED,
+    HOLDS,
+    NOT,
+    OPEN,
+    UNTESTED,
+    Subject,
+    above,
+    below,
+    both,
+    mean,
+    over_texts,
+    within,
+)
+from lab.continuation import continuation, reference
+from lab.retrieval import maker, retrieve
+from methods.baselines.h2o import H2O
+from methods.baselines.snap_kv import SnapKV
+from methods.critical_kv import Critical
+from nanollm import TINY
+from nanollm.cache import Method
+from nanollm.checkpoint import from_hf
+
+# ---- verdicts ----
+
+
+def test_a_number_within_two_errors_of_the_limit_decides_nothing():
+    numbers = 0.71, 0.69, 0.31, 0.29
+    found = [above((x, 0.1), 0.5) for x in numbers]
+    assert found == [HOLDS, OPEN, OPEN, NOT]
+    assert [below((x, 0.1), 0.5) for x in numbers] == found[::-1]
+    found = [within((x, 0.1), 0.3) for x in (-0.6, -0.2, 0.0, 0.2, 0.6)]
+    assert found == [NOT, OPEN, HOLDS, OPEN, NOT]
+    assert above((0.5, 0.0), 0.5) == OPEN  # all documents alike, and at the limit
+
+
+def test_conditions_must_all_hold():
+    assert both(HOLDS, HOLDS) == HOLDS
+    assert both(OPEN, NOT) == NOT
+    assert both(HOLDS, OPEN) == OPEN
+    assert both(HOLDS, UNTESTED) == HOLDS
+    assert both(UNTESTED) == UNTESTED
+
+
+def test_an_error_over_texts_is_that_of_the_mean():
+    x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    found = over_texts(lambda x: x.mean(), x)
+    assert found == pytest.approx(mean(x.mean(1)), rel=0.15)
+
+
+# ---- measurements ----
+
+
+@pytest.fixture(scope="module")
+def on():
+    return Subject(from_hf(TINY), tasks("test"), seed=3, documents=3, T=200)
+
+
+def documents(on, task):
+    kind, name, options = ASKED[task]
+    made = kind(on.tasks.encoding, "test")
+    return made.batch(name, on.seed, on.documents, on.T, **options)
+
+
+@pytest.mark.parametrize("task", ["needle", "unmarked pairs"])
+def test_answers_are_those_of_the_documents(on, task):
+    make = maker(on.model, H2O, 0.25)
+    right = retrieve(on.model, documents(on, task), make)
+    for setting, x in right.items():
+        assert on.right(task, H2O, 0.25, setting).equal(x)
+
+
+def test_answers_are_means_over_tasks(on):
+    found = {}
+    for task in "needle", "pairs":
+        found[task] = on.right(task, SnapKV, 0.5, window_size=8)
+    both_tasks = on.answered(SnapKV, 0.5, "needle", "pairs", window_size=8)
+    assert both_tasks.equal((found["needle"] + found["pairs"]) / 2)
+    needles = on.agnostic(SnapKV, 0.5, window_size=8)
+    later = on.right("needle", SnapKV, 0.5, "agnostic", window_size=8)
+    assert needles.equal(later)
+
+
+def test_texts_are_continued_as_the_library_does(on):
+    full = on.text
+    assert full.tokens.shape == (3, 200)
+    assert full.new == 25
+    expected = continuation(
+        on.model,
+        reference(on.model, full.tokens, 25),
+        maker(on.model, SnapKV, 0.25, window_size=8, select=Critical()),
+        alone=True,
+    )
+    found = on.of_text("SnapKV+critical")
+    assert [*found] == ["kl", "nll", "l1", "l1_alone"]
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-5)
+    kind, options = METHODS["SnapKV+critical"]
+    assert on.continued(kind, 0.25, **options).keys() == {"kl", "nll", "l1"}
+
+
+def test_minus_log_p_rises_by_what_eviction_costs(on):
+    assert on.rise(Method, None).abs().max() < 1e-5
+    cost = on.rise(H2O, 0.1)
+    nll = on.continued(H2O, 0.1)["nll"] - on.continued(Method, None)["nll"]
+    torch.testing.assert_close(cost, nll, rtol=1e-4, atol=1e-5)
+    assert cost.mean() > 0.05
+
+
+def test_nothing_is_measured_twice(on, monkeypatch):
+    first = on.right("needle", H2O, 0.25), on.of_text("AdaKV")
+    monkeypatch.setattr(type(on.model), "forward", None)
+    assert on.right("needle", H2O, 0.25) is first[0]
+    assert on.of_text("AdaKV") is first[1]
+
+
+def test_heads_are_measured_on_each_needle_prompt(on):
+    def weight(A, norms, values):
+        return A.sum(-1).mean()
+
+    assert on.heads(weight).tolist() == pytest.approx([1.0] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "found, least",
+    [((0.5, 0.6, 0.7), 1 / 16), ((0.1, 0.2, 0.45), 1 / 4), ((0.0, 0.0, 0.1), 1 / 2)],
+)
+def test_budgets_are_tight_where_snapkv_finds_half_of_what_the_full_cache_does(
+    found, least
+):
+    class Known(Subject):
+        """Finds 0.9 with the full cache, and planted shares with SnapKV."""
+
+        def right(self, task, kind, keep_ratio, *rest, **options):
+            if kind is Method:
+                return torch.tensor([0.8, 1.0])
+            shares = dict(zip((1 / 16, 1 / 8, 1 / 4), found))
+            return torch.tensor([shares[keep_ratio]] * 2)
+
+    assert Known(None, None).tight == least
