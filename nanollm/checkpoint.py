@@ -89,8 +89,7 @@ def is_known(folder: str | Path) -> bool:
     """Return whether `from_hf` should read the folder: it knows the family, or names the error."""
     file = Path(folder) / "config.json"
     try:
-        config = json.loads(file.read_text())
-        return config["model_type"] in FAMILIES
+        return json.loads(file.read_text())["model_type"] in FAMILIES
     except (OSError, KeyError, TypeError, ValueError):
         return True
 
@@ -133,7 +132,7 @@ def config_of(hf: dict) -> Config:
         num_key_value_heads=hf.get("num_attention_heads"),
         n_inner=4 * hf.get("n_embd", 0),
     )
-    sizes = default | hf
+    hf = default | hf
     return Config(
         family=family,
         qkv_bias=biases or kind == "qwen2",
@@ -142,7 +141,7 @@ def config_of(hf: dict) -> Config:
         tie_embeddings=hf.get("tie_word_embeddings", kind == "gpt2"),
         bos=hf.get("bos_token_id"),
         rope_scaling=rope_scaling,
-        **{ours: sizes[theirs] for ours, theirs in KEYS[family].items()},
+        **{ours: hf[theirs] for ours, theirs in KEYS[family].items()},
     )
 
 
@@ -179,10 +178,15 @@ def our_weights(
                     x = x.T.contiguous()
                 weights[our_name(name)] = x
 
+    join_qkv(weights)
+    return weights
+
+
+def join_qkv(weights: dict[str, Tensor]):
+    """Put the rows of each layer's q, k and v into one tensor, as Decoder has them."""
     for name in [name for name in weights if ".q." in name]:
         rows = [weights.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
         weights[name.replace(".q.", ".qkv.")] = torch.cat(rows)
-    return weights
 
 
 @torch.no_grad()
@@ -209,11 +213,16 @@ def from_hf(
     try:
         weights = our_weights(folder, dtype, device)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-        why = " ".join(str(error).split())
         raise ValueError(
-            f"{folder}/model.safetensors is damaged ({why:.300}); download it again"
+            f"{folder}/model.safetensors is damaged ({one_line(error):.300}); "
+            "download it again"
         ) from None
     return assembled(config, weights, folder / "model.safetensors", device)
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's message without its line breaks."""
+    return " ".join(str(error).split())
 
 
 class NoRandomWeights(TorchFunctionMode):
@@ -241,10 +250,9 @@ def assembled(
     try:
         model.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as error:
-        why = " ".join(str(error).split())
         raise ValueError(
-            f"the weights in {source} do not fit its configuration ({why:.300}); "
-            "download both again"
+            f"the weights in {source} do not fit its configuration "
+            f"({one_line(error):.300}); download both again"
         ) from None
     if config.tie_embeddings:  # `assign` has made two parameters of one
         model.head.weight = model.embed.weight
@@ -338,7 +346,7 @@ def reading(folder: str | Path):
     try:
         yield
     except Exception as error:  # several libraries read, each with its own errors
-        line = " ".join(str(error).split()) or type(error).__name__
+        line = one_line(error) or type(error).__name__
         raise ValueError(
             f"transformers cannot read {folder} ({line:.300}); download it again"
         ) from error

@@ -199,7 +199,7 @@ def test_texts_and_chats_are_encoded(tmp_path):
         (
             "llama",
             dict(about={"general.name": "x", "llama.block_count": 3}),
-            "blocks.2.attention.q.weight",
+            "blocks.2.attention.qkv.weight",
         ),
     ],
 )
