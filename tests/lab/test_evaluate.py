@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from common import decoder, tasks
-from lab import benchmark as benchmark_module
 from lab import evaluate
-from lab.benchmark import TASKS, Benchmark, build, excess, replayed_or_read, run
+from lab.benchmark import build, excess, replayed_or_read
 from lab.evaluate import (
     budget_for,
     continuation,
@@ -470,47 +469,6 @@ def test_questions_and_answers_are_fed_once_and_the_last_token_never(
 
 
 # ---- rows ---
-
-
-@pytest.mark.parametrize("batch", [32, 3])
-def test_a_row_has_means_and_errors_of_all_documents_whatever_is_read_at_once(
-    model, monkeypatch, batch
-):
-    """And bytes are sums over the texts; each part is recorded once."""
-    monkeypatch.setattr(benchmark_module, "BATCH", batch)
-    read, times = Benchmark.read, []
-    monkeypatch.setattr(Benchmark, "read", lambda *a: times.append(1) or read(*a))
-    parts, make, right = (
-        build(model, tasks("test"), 320, 4, seed=7),
-        maker(model, H2O, 0.25),
-        {},
-    )
-    row = run(parts, model, make, alone=True)
-    assert run(parts, model, make, alone=True)["each"] == row["each"]
-    assert len(times) == {32: 4, 3: 7}[batch]  # 4 documents of 3 tasks, and 2 texts
-
-    for task in TASKS:
-        documents = tasks("test").batch(task, 7, 4, 320)
-        rows = [part.batches[task].tokens for part in parts if task in part.batches]
-        assert (np.concatenate(rows) == documents.tokens).all()
-        right |= {
-            f"{task}_{setting}": x
-            for setting, x in retrieve(model, documents, make).items()
-        }
-    for key, x in right.items():
-        x = x.double().numpy()
-        assert row[key] == pytest.approx(x.mean()) and row["each"][key] == x.tolist()
-        assert row[f"{key}_se"] == pytest.approx(x.std(ddof=1) / math.sqrt(len(x)))
-    text = text_windows(tasks("test"), 2, 320, model)
-    text = continuation(model, reference(model, text, 64), make, alone=True)
-    assert row["each"]["kl"] == pytest.approx(text["kl"].tolist(), rel=1e-4)
-    assert row["perplexity"] == pytest.approx(math.exp(np.mean(row["each"]["nll"])))
-    assert np.allclose(row["l1_alone"], text["l1_alone"].mean(0), rtol=1e-4)
-    assert (row["live"], row["slots"], row["slots_end"]) == (
-        text["live"],
-        text["slots"],
-        text["slots_end"],
-    )
 
 
 def test_mean_and_error_is_the_standard_error_of_the_mean():

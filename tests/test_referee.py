@@ -1,0 +1,139 @@
+"""Compare all fields of lab's rows with a reader of one document, and then one token, at a time."""
+
+import numpy as np
+import torch
+
+from common import tasks
+from lab import benchmark
+from lab.evaluate import maker, text_windows
+from lab.registry import pick
+from lab.table import row_of
+from nanollm import TINY
+from nanollm.cache import LayerCache, cache_bytes, compress, crop, make_cache
+from nanollm.checkpoint import from_hf
+
+N, T = 3, 88  # documents of each task, and texts; their tokens
+CUT, NEW = 79, 8  # a text's prompt, and what follows; the token between is read twice
+APPEND = {"full": None, "ada_kv+critical": 0.5, "kvzip": 0.1}
+KEEP = APPEND | {"h2o": 0.7, "scissorhands": 0.7, "quantized_2": None}
+METHODS = pick([*KEEP])
+MODEL = from_hf(TINY)
+TASKS = tasks("test")
+
+
+class Full(LayerCache):
+    """Give `other` the same input, and list ‖(y − ŷ) W_O‖₁ of each head."""
+
+    def attend(self, *new):
+        y = super().attend(*new)
+        change = y - self.other.attend(*new)
+        change = (self.w_o * change[0, :, -1]).sum(-1)
+        self.l1.append(change.abs().sum(0).tolist())
+        return y
+
+
+def compressed(name, tokens, cut=CUT, whole=CUT, full=()):
+    """Read tokens, forget those from `cut` on, and compress; a budget is part of `whole`."""
+    keep = KEEP[name]
+    budget = dict(budget=round(keep * whole)) if keep else {}
+    caches = make_cache(MODEL, METHODS[name], **budget)
+    for layer, other in zip(full, caches):  # `full` answers the decoder for them
+        layer.other, layer.l1 = other, []
+    MODEL(tokens[None], full or caches)
+    crop([*full, *caches], cut)
+    compress(MODEL, tokens[None, :cut], caches)
+    return caches
+
+
+def read(tokens, caches):
+    """Read token by token; return log p of each next one, (n, V)."""
+    logits = [MODEL(token[None], caches)[0] for token in tokens.split(1)]
+    return torch.cat(logits).double().log_softmax(1).numpy()
+
+
+def slots(caches):
+    """Return a head's entries, mean over the 3 heads of 6 layers."""
+    heads = [(layer.pos < layer.seen).sum().item() for layer in caches]
+    return sum(heads) / 18
+
+
+def is_right(name, batch, aware, tokens):
+    """Return whether each token of the answer is the likeliest, as greedy decoding needs."""
+    [span] = batch.answers
+    cut = span.start - 1 if aware else batch.question
+    caches = compressed(name, tokens[: cut + aware], cut, batch.question)
+    likeliest = read(tokens[cut : span.stop - 1], caches).argmax(1)
+    said = likeliest[span.start - 1 - cut :]
+    return float(np.array_equal(said, tokens[span]))
+
+
+def measured(name, text):
+    """Return a text's fields of the row, and the −log p of its true tokens."""
+    prompt, after = text[: CUT + 1], text[CUT:-1]
+    full = make_cache(MODEL, Full)
+    compressed(name, prompt, full=full)
+    caches = compressed(name, prompt)
+    start = slots(caches)
+    p, q = read(after, full), read(after, caches)
+    end, live = slots(caches), cache_bytes(caches)[0]
+    if name in APPEND:  # fed at once in lab; a full buffer grows by a tenth of that
+        caches = compressed(name, prompt)
+        MODEL(after[None], caches)
+    return dict(
+        kl=(np.exp(p) * (p - q)).sum(1).mean(),
+        nll=-q[range(NEW), text[-NEW:]].mean(),
+        l1_alone=[np.mean(layer.l1[1:], 0) for layer in full],  # not the prompt's
+        slots=start,
+        slots_end=end,
+        live=live,
+        live_16=live - 2 * 2 * 32 * 18 * end,  # two bytes less a number
+        allocated=cache_bytes(caches)[1],
+    )
+
+
+def row_by_hand(name):
+    row = dict(keep_ratio=KEEP[name], tokens=T, prompt=CUT)
+    row["evicts"] = name in ("h2o", "quantized_2")
+    row["keeps_all"] = name == "quantized_2"
+    row["each"] = each = {}
+    for aware, setting in enumerate(("agnostic", "aware")):
+        for task in benchmark.TASKS:
+            batch, key = TASKS.batch(task, 1, N, T), f"{task}_{setting}"
+            texts = torch.tensor(batch.tokens)
+            each[key] = [is_right(name, batch, aware, text) for text in texts]
+            row[key] = np.mean(each[key])
+            row[f"{key}_se"] = np.std(each[key], ddof=1) / N**0.5
+        means = [row[f"{task}_{setting}"] for task in benchmark.TASKS]
+        row[setting] = np.mean(means)
+
+    texts = [measured(name, text) for text in text_windows(TASKS, N, T)]
+    for key in texts[0]:
+        row[key] = np.mean([text[key] for text in texts], 0).tolist()
+    for key in ("kl", "nll", "l1_alone"):
+        each[key] = [np.mean(text[key]) for text in texts]
+    row["perplexity"] = np.exp(row.pop("nll"))
+    return row
+
+
+@torch.inference_mode()
+def test_rows_are_what_a_reader_measures(monkeypatch, subtests):
+    patch = monkeypatch.setattr
+    patch(type(TASKS).pairs, "__defaults__", (6, 1))  # short documents
+    patch(type(TASKS).few_shot, "__defaults__", (4, 3))
+    assert [*map(benchmark.continuation_length, (T, 320))] == [T // 2, 64]
+    patch(benchmark, "continuation_length", lambda T: NEW)
+    patch(benchmark, "BATCH", 2)  # lab reads two of three at once
+    parts = benchmark.build(MODEL, TASKS, T, N, seed=1)[:-1]  # without its two texts
+    parts += benchmark.build(MODEL, TASKS, T, 2 * N, names=())
+    assert len(parts) == 8
+    partly = set()
+    for name, keep in KEEP.items():
+        with subtests.test(name):
+            make = maker(MODEL, METHODS[name], keep)
+            row = benchmark.run(parts, MODEL, make, alone=True)
+            row = row_of(name, keep, T, {}, row)
+            assert row.pop("method") == name
+            close = dict(rtol=1e-5, atol=1e-5, check_dtype=False)
+            torch.testing.assert_close(row, row_by_hand(name), **close)
+            partly |= {key for key in row if "_se" in key and row[key]}
+    assert len(partly) == 6  # tasks and settings neither all right nor all wrong
