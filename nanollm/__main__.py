@@ -1,5 +1,6 @@
 """python -m nanollm COMMAND [options]: run a command of lab/; without a name, compare."""
 
+import signal
 import sys
 
 from lab import command_line
@@ -42,4 +43,8 @@ def command_of(name: str):
 
 
 if __name__ == "__main__":
+    # Ctrl-C while torch is imported ends the program without a traceback. In a shell's
+    # background it is ignored, and stays so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     main(sys.argv[1:])

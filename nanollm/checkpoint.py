@@ -1,8 +1,8 @@
 """Read and write weights in Hugging Face's layout: config.json and model.safetensors.
 
-`from_hf` reads GPT-2 and models of Llama's form: Llama 2 and 3.1, Mistral without a sliding window,
-Qwen2.5. It refuses what Decoder would compute otherwise than the model's authors. transformers
-reads all other families and every tokenizer (`hf_model`, `hf_tokenizer`).
+`from_hf` reads GPT-2 and models of Llama's form: Llama 2 and 3.1, Mistral without a sliding
+window, Qwen2.5. It refuses what Decoder would compute otherwise than the model's authors.
+transformers reads all other families and every tokenizer (`hf_model`, `hf_tokenizer`).
 """
 
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from functools import partial
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest.mock import patch
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from nanollm.check import SCALING
 from nanollm.model import Attention, Config, Decoder
@@ -23,7 +23,8 @@ from nanollm.tokenizer import Foreign
 
 # model_type → family
 FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "gpt2": "gpt2"}
-KEYS = {  # field of Config → its name in config.json
+# field of Config → its name in config.json
+KEYS = {
     "llama": dict(
         vocab_size="vocab_size",
         max_len="max_position_embeddings",
@@ -47,10 +48,10 @@ KEYS = {  # field of Config → its name in config.json
         norm_eps="layer_norm_epsilon",
     ),
 }
-ALLOWED = dict(  # what Decoder computes; an absent key has the first value
-    # two names of one function
+# what Decoder computes; an absent key has the first value
+ALLOWED = dict(
     hidden_act=["silu"],
-    activation_function=["gelu_new", "gelu_pytorch_tanh"],
+    activation_function=["gelu_new", "gelu_pytorch_tanh"],  # two names of one function
     scale_attn_weights=[True],
     scale_attn_by_inverse_layer_idx=[False],
     add_cross_attention=[False],
@@ -59,7 +60,8 @@ ALLOWED = dict(  # what Decoder computes; an absent key has the first value
     partial_rotary_factor=[1.0],
     quantization_config=[None],
 )
-LLAMA = {  # Hugging Face's module → ours
+# Hugging Face's module → ours
+LLAMA = {
     "embed_tokens": "embed",
     "norm": "norm",
     "lm_head": "head",
@@ -79,41 +81,50 @@ GPT2 = {
     "mlp.c_fc": "mlp.up",
     "mlp.c_proj": "mlp.down",
 }
-# masks and angles in old checkpoints
+# masks and angles in old checkpoints; they follow from the configuration
 DERIVED = ".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"
 
 
 def is_known(folder: str | Path) -> bool:
     """Return whether `from_hf` should read the folder: it knows the family, or names the error."""
+    file = Path(folder) / "config.json"
     try:
-        return (
-            json.loads((Path(folder) / "config.json").read_text())["model_type"]
-            in FAMILIES
-        )
+        return json.loads(file.read_text())["model_type"] in FAMILIES
     except (OSError, KeyError, TypeError, ValueError):
         return True
 
 
 def config_of(hf: dict) -> Config:
-    """Return the Config of a config.json. KeyError, TypeError or ValueError if Decoder cannot
-    compute it."""
+    """Return the Config of a config.json.
+
+    KeyError, TypeError or ValueError if Decoder cannot compute it.
+    """
     kind = hf["model_type"]
     if kind not in FAMILIES:
         raise ValueError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
     if kind == "mistral" and hf.get("sliding_window", 4096):  # null means none
         raise ValueError(
             "a sliding window is not implemented; Mistral has none from v0.2 on"
         )
-    # the second: transformers 5
+    # transformers 4 writes rope_scaling, transformers 5 rope_parameters
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    # null means the default
-    hf = {key: x for key, x in (hf | rope).items() if x is not None}
+    hf = hf | rope
+    hf = {key: x for key, x in hf.items() if x is not None}  # null means the default
     hf["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     for key, values in ALLOWED.items():
         if hf.get(key, values[0]) not in values:
-            raise ValueError(
-                f"{key} {hf[key]!r:.60} is not {' or '.join(map(repr, values))}"
-            )
+            allowed = " or ".join(map(repr, values))
+            raise ValueError(f"{key} {hf[key]!r:.60} is not {allowed}")
+
+    rope_scaling = None
+    if hf["rope_type"] == "llama3":
+        rope_scaling = {key: hf[key] for key in SCALING}
+
+    biases = mlp_bias = kind == "gpt2"
+    if kind == "llama":
+        biases = hf.get("attention_bias", False)
+        mlp_bias = hf.get("mlp_bias", False)
 
     default = dict(
         head_dim=0,
@@ -121,54 +132,61 @@ def config_of(hf: dict) -> Config:
         num_key_value_heads=hf.get("num_attention_heads"),
         n_inner=4 * hf.get("n_embd", 0),
     )
-    biases = kind == "gpt2" or kind == "llama" and hf.get("attention_bias", False)
+    hf = default | hf
     return Config(
-        family=FAMILIES[kind],
+        family=family,
         qkv_bias=biases or kind == "qwen2",
         o_bias=biases,
-        mlp_bias=kind == "gpt2" or kind == "llama" and hf.get("mlp_bias", False),
+        mlp_bias=mlp_bias,
         tie_embeddings=hf.get("tie_word_embeddings", kind == "gpt2"),
         bos=hf.get("bos_token_id"),
-        rope_scaling={key: hf[key] for key in SCALING}
-        if hf["rope_type"] == "llama3"
-        else None,
-        **{
-            ours: (default | hf)[theirs]
-            for ours, theirs in KEYS[FAMILIES[kind]].items()
-        },
+        rope_scaling=rope_scaling,
+        **{ours: hf[theirs] for ours, theirs in KEYS[family].items()},
     )
 
 
 def our_name(name: str) -> str:
-    """Return our name of a tensor: model.layers.3.input_layernorm.weight → blocks.3.norm1.weight."""
-    module, _, kind = (
-        name.removeprefix("transformer.").removeprefix("model.").rpartition(".")
-    )
+    """Return our name of a tensor: layers.3.input_layernorm.weight → blocks.3.norm1.weight."""
+    name = name.removeprefix("transformer.")
+    name = name.removeprefix("model.")
+    module, _, kind = name.rpartition(".")
     block = ""
     if module.startswith(("layers.", "h.")):
         _, layer, module = module.split(".", 2)
         block = f"blocks.{layer}."
-    return f"{block}{(LLAMA | GPT2).get(module, module)}.{kind}"
+    module = (LLAMA | GPT2).get(module, module)
+    return f"{block}{module}.{kind}"
 
 
 def our_weights(
     folder: Path, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """Return a folder's tensors by our names, cast to dtype, with the rows of q, k and v joined."""
-    whole, weights = folder / "model.safetensors", {}
-    for file in (
-        [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
-    ):
+    files = [folder / "model.safetensors"]
+    if not files[0].exists():
+        files = sorted(folder.glob("model-*.safetensors"))
+
+    weights = {}
+    for file in files:
         with safe_open(file, "pt") as shard:
-            for name in [name for name in shard.keys() if not name.endswith(DERIVED)]:
-                x = shard.get_tensor(name).to(device, dtype, copy=True)
-                weights[our_name(name)] = (
-                    x.T.contiguous() if ".c_" in name and x.dim() == 2 else x
-                )
-    for name in [name for name in weights if ".q." in name]:
-        parts = [weights.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
-        weights[name.replace(".q.", ".qkv.")] = torch.cat(parts)
+            for name in shard.keys():
+                if name.endswith(DERIVED):
+                    continue
+                x = shard.get_tensor(name)
+                x = x.to(device, dtype, copy=True)
+                if ".c_" in name and x.dim() == 2:  # GPT-2's matrices are transposed
+                    x = x.T.contiguous()
+                weights[our_name(name)] = x
+
+    join_qkv(weights)
     return weights
+
+
+def join_qkv(weights: dict[str, Tensor]):
+    """Put the rows of each layer's q, k and v into one tensor, as Decoder has them."""
+    for name in [name for name in weights if ".q." in name]:
+        rows = [weights.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
+        weights[name.replace(".q.", ".qkv.")] = torch.cat(rows)
 
 
 @torch.no_grad()
@@ -179,12 +197,14 @@ def from_hf(
 ) -> Decoder:
     """Return the decoder in a Hugging Face folder, in eval mode, with weights cast to dtype.
 
-    ValueError if Decoder cannot compute this model, or if a file or a tensor is missing, damaged or
-    unknown.
+    ValueError if Decoder cannot compute this model, or if a file or a tensor is missing, damaged
+    or unknown.
     """
-    folder, device = Path(folder), check_device(device)
+    folder = Path(folder)
+    device = check_device(device)
     try:
-        config = config_of(json.loads((folder / "config.json").read_text()))
+        text = (folder / "config.json").read_text()
+        config = config_of(json.loads(text))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{folder}/config.json is not one that this decoder can run ({error!r}); "
@@ -194,19 +214,36 @@ def from_hf(
         weights = our_weights(folder, dtype, device)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(
-            f"{folder}/model.safetensors is damaged ({' '.join(str(error).split()):.300}); "
+            f"{folder}/model.safetensors is damaged ({one_line(error):.300}); "
             "download it again"
         ) from None
     return assembled(config, weights, folder / "model.safetensors", device)
 
 
+def one_line(error: Exception) -> str:
+    """Return an error's message without its line breaks."""
+    return " ".join(str(error).split())
+
+
+class NoRandomWeights(TorchFunctionMode):
+    """While this context lasts, nn.init.normal_ leaves a tensor as it is; in this thread alone."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is nn.init.normal_:
+            return kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
 def assembled(
     config: Config, weights: dict[str, Tensor], source: Path, device
 ) -> Decoder:
-    """Return a decoder with all of these tensors, by our names, and no others. ValueError names
-    `source`."""
-    # costs no memory; on meta, drawing random numbers would import PyTorch's compiler (4 s)
-    with torch.device("meta"), patch.object(nn.init, "normal_"):
+    """Return a decoder with all of these tensors, by our names, and no others.
+
+    ValueError names `source` if they do not fit.
+    """
+    # On meta, weights take no memory. But to draw random numbers there, PyTorch would import
+    # its compiler, which takes seconds.
+    with torch.device("meta"), NoRandomWeights():
         model = Decoder(config)
     if config.tie_embeddings and "embed.weight" in weights:
         weights["head.weight"] = weights["embed.weight"]
@@ -215,7 +252,7 @@ def assembled(
     except RuntimeError as error:
         raise ValueError(
             f"the weights in {source} do not fit its configuration "
-            f"({' '.join(str(error).split()):.300}); download both again"
+            f"({one_line(error):.300}); download both again"
         ) from None
     if config.tie_embeddings:  # `assign` has made two parameters of one
         model.head.weight = model.embed.weight
@@ -225,10 +262,11 @@ def assembled(
 
 @torch.no_grad()
 def check_finite(tensors: dict[str, Tensor]):
-    """Raise ValueError if a tensor holds inf or nan: its two extremes tell, 30 times faster than
-    isfinite."""
+    """Raise ValueError if a tensor holds inf or nan."""
     for name, x in tensors.items():
-        if not all(map(torch.isfinite, x.aminmax())):
+        # its two extremes tell, 30 times faster than isfinite of all
+        lowest, highest = x.aminmax()
+        if not (lowest.isfinite() and highest.isfinite()):
             raise ValueError(
                 f"tensor {name} holds inf or nan as {x.dtype}; use a wider one, as bfloat16"
             )
@@ -239,10 +277,11 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
 
     ValueError if the decoder has another form than Llama, or if a weight is not finite in dtype.
     """
-    c, kind = model.config, type(model.blocks[0].attention)
-    if c.family != "llama" or c.qkv_bias != c.o_bias or kind is not Attention:
+    c = model.config
+    layer = type(model.blocks[0].attention)
+    if c.family != "llama" or c.qkv_bias != c.o_bias or layer is not Attention:
         raise ValueError(
-            f"{kind.__name__} in {c} has not Llama's form: RoPE, and qkv_bias = o_bias"
+            f"{layer.__name__} in {c} has not Llama's form: RoPE, and qkv_bias = o_bias"
         )
     config = {theirs: getattr(c, ours) for ours, theirs in KEYS["llama"].items()}
     config |= dict(
@@ -260,25 +299,23 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
 
     weights = dict(model.named_parameters())  # a tied head is not among them
     for i, block in enumerate(model.blocks):
-        for kind, x in block.attention.qkv.named_parameters():
-            weights |= {
-                f"blocks.{i}.attention.{part}.{kind}": rows
-                for part, rows in zip("qkv", block.attention.split(x))
-            }
-    modules = [
-        f"model.layers.{i}.{module}" for i in range(c.n_layers) for module in LLAMA
-    ]
-    names = [
-        f"{module}.{kind}"
-        for module in ("model.embed_tokens", "model.norm", "lm_head", *modules)
-        for kind in ("weight", "bias")
-    ]
-    tensors = {
-        name: weights[our_name(name)].to("cpu", dtype).contiguous()
-        for name in names
-        if our_name(name) in weights
-    }
+        attention = block.attention
+        for kind, x in attention.qkv.named_parameters():
+            for part, rows in zip("qkv", attention.split(x)):
+                weights[f"blocks.{i}.attention.{part}.{kind}"] = rows
+
+    modules = ["model.embed_tokens", "model.norm", "lm_head"]
+    for i in range(c.n_layers):
+        modules += [f"model.layers.{i}.{module}" for module in LLAMA]
+    tensors = {}
+    for module in modules:
+        for kind in ("weight", "bias"):
+            name = f"{module}.{kind}"
+            x = weights.get(our_name(name))
+            if x is not None:
+                tensors[name] = x.to("cpu", dtype).contiguous()
     check_finite(tensors)
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -296,8 +333,7 @@ def check_device(name: str | torch.device) -> torch.device:
         ) from None
 
 
-# ---- what transformers reads
-# -------------------------------------------------------------------------------
+# ---- what transformers reads ---
 
 
 @contextmanager
@@ -310,7 +346,7 @@ def reading(folder: str | Path):
     try:
         yield
     except Exception as error:  # several libraries read, each with its own errors
-        line = " ".join(str(error).split()) or type(error).__name__
+        line = one_line(error) or type(error).__name__
         raise ValueError(
             f"transformers cannot read {folder} ({line:.300}); download it again"
         ) from error
@@ -332,7 +368,8 @@ def hf_model(
             dtype=dtype,
             output_loading_info=True,
         )
-        if missing := report["missing_keys"]:  # transformers would draw them at random
+        missing = report["missing_keys"]
+        if missing:  # transformers would draw them at random
             raise ValueError(f"it lacks {len(missing)} tensors, such as {min(missing)}")
     return model.to(check_device(device)).eval()
 
@@ -347,7 +384,8 @@ def as_hf(model: Decoder):
 
 def hf_tokenizer(folder: str | Path) -> Foreign:
     """Return the folder's tokenizer, read by transformers. ValueError if missing or broken."""
-    if not [*Path(folder).glob("tokenizer*"), *Path(folder).glob("vocab*")]:
+    files = [*Path(folder).glob("tokenizer*"), *Path(folder).glob("vocab*")]
+    if not files:
         raise ValueError(
             f"{folder} has no tokenizer; copy the model's tokenizer.json into it"
         )
@@ -358,21 +396,17 @@ def hf_tokenizer(folder: str | Path) -> Foreign:
             folder, local_files_only=True, trust_remote_code=False
         )
         # some broken ones load, but then encode to nothing or fail
-        if not (ids := tokenizer.encode("The")):
+        ids = tokenizer.encode("The")
+        if not ids:
             raise ValueError("its tokenizer encodes a text as no tokens")
 
     def raw(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
-    # config.json may name one that is not used
+    # config.json may name a BOS token that is not used
     bos = ids[0] if ids[0] == tokenizer.bos_token_id else None
     chat = partial(
         tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True
     )
-    return Foreign(
-        raw,
-        tokenizer.decode,
-        max(tokenizer.get_vocab().values(), default=-1) + 1,
-        bos,
-        chat,
-    )
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    return Foreign(raw, tokenizer.decode, highest + 1, bos, chat)

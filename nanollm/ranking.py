@@ -6,13 +6,18 @@ from torch import Tensor
 
 def rank(score: Tensor, pos: Tensor) -> Tensor:
     """Return each slot's rank, (..., S): 0 for the highest score. Ties go to the largest pos."""
-    newest_first = pos.argsort(dim=-1, descending=True, stable=True)
-    by_score = score.gather(-1, newest_first).argsort(
-        dim=-1, descending=True, stable=True
-    )
+    newest_first = pos.argsort(descending=True, stable=True)
+    score = score.gather(-1, newest_first)
+    by_score = score.argsort(descending=True, stable=True)
     order = newest_first.gather(-1, by_score)
-    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, place)
+
+    # order lists the slots from the best on; the ranks are its inverse.
+    # The order 2 0 3 1 gives the ranks 1 3 0 2.
+    S = order.shape[-1]
+    place = torch.arange(S, device=order.device)
+    place = place.expand_as(order)
+    ranks = torch.empty_like(order)
+    return ranks.scatter_(-1, order, place)
 
 
 def top(score: Tensor, budget: int | Tensor) -> Tensor:
@@ -20,20 +25,37 @@ def top(score: Tensor, budget: int | Tensor) -> Tensor:
 
     The slots must be in the order of their tokens. Ties then go to the newest token, as in `rank`.
     """
+    # `rank(score, slot) < budget` is the same mask, but its two sorts take three times as long.
+    # Here one threshold is enough: the lowest score that stays.
     S = score.shape[-1]
     if torch.is_tensor(budget):
-        budget = budget.clamp(0, S)[..., None]
-        highest = score.topk(max(int(budget.max()), 1), -1).values
-        least = highest.gather(-1, (budget - 1).clamp(min=0))
+        budget = budget.clamp(0, S)
+        budget = budget[..., None]
+        most = int(budget.max())
+        most = max(most, 1)
+        highest = score.topk(most).values
+        last = (budget - 1).clamp(min=0)
+        lowest = highest.gather(-1, last)
     else:  # one number for all rows: no need to sort
         budget = min(budget, S)
-        least = score.kthvalue(S + 1 - max(budget, 1), keepdim=True).values
-        stays = score >= least
-        if int(stays.sum()) == budget * (stays.numel() // S):  # no ties at the limit
+        last = max(budget, 1)
+        nth = S + 1 - last  # kthvalue counts from the lowest
+        lowest = score.kthvalue(nth, keepdim=True).values
+        stays = score >= lowest
+        rows = stays.numel() // S
+        if int(stays.sum()) == budget * rows:  # no ties at the threshold
             return stays
-    above, tied = score > least, score == least
-    newer = tied.flip(-1).cumsum(-1).flip(-1)  # how many tied slots are here or later
-    return above | tied & (newer <= budget - above.sum(-1, keepdim=True))
+
+    # Scores 2 2 5 2 with budget 3: lowest is 2, above 0 0 1 0, tied 1 1 0 1, and 2 places are
+    # left. newer 3 2 1 1 counts the tied slots from each one on, so the mask is 0 1 1 1.
+    above = score > lowest
+    tied = score == lowest
+    certain = above.sum(-1, keepdim=True)
+    left = budget - certain
+    newer = tied.flip(-1).cumsum(-1)
+    newer = newer.flip(-1)
+    tied = tied & (newer <= left)
+    return above | tied
 
 
 def indices(kept: Tensor) -> Tensor:
@@ -41,25 +63,40 @@ def indices(kept: Tensor) -> Tensor:
 
     n is the number of slots in the head that keeps most. Other heads are filled up with −1.
     """
-    count, slots = kept.sum(-1), kept.nonzero()[:, -1]  # head after head
+    count = kept.sum(-1)
     n = int(count.max())
-    if len(slots) == n * count.numel():
+    slots = kept.nonzero()  # head after head
+    slots = slots[:, -1]
+    rows = count.numel()
+    if len(slots) == n * rows:  # all heads keep n
         return slots.view(*count.shape, n)
-    filled = torch.arange(n, device=kept.device) < count[..., None]
-    return filled.long().masked_scatter_(filled, slots).masked_fill_(~filled, -1)
+
+    # Heads 1 0 1 1 and 0 1 0 0 have the counts 3 1 and the slots 0 2 3 1.
+    # filled is 1 1 1 and 1 0 0, so the result is 0 2 3 and 1 −1 −1.
+    place = torch.arange(n, device=kept.device)
+    filled = place < count[..., None]
+    result = filled.long()
+    result.masked_scatter_(filled, slots)
+    return result.masked_fill_(~filled, -1)
 
 
 def expand_index(i: Tensor, x: Tensor) -> Tensor:
     """Expand slots i (B, H, n) to indices (B, H, n, ...) into x (B, H, S, ...), for gather."""
-    return i.view(*i.shape, *[1] * (x.dim() - 3)).expand(*i.shape, *x.shape[3:])
+    further = x.shape[3:]
+    ones = [1] * len(further)
+    narrow = i.view(*i.shape, *ones)
+    return narrow.expand(*i.shape, *further)
 
 
 def taken(x: Tensor, i: Tensor) -> Tensor:
-    """Return slots i (B, H, n) of x (B, H, S, ...): (B, H, n, ...). Ten times as fast as gather."""
+    """Return slots i (B, H, n) of x (B, H, S, ...): (B, H, n, ...). Faster than gather."""
+    # gather looks up every number; index_select copies whole rows of one long table, which is
+    # two to seven times as fast on a CPU.
+    # With S = 4, slots 0 3 of head 0 and 1 2 of head 1 are rows 0 3 5 6 of the table.
     B, H, S = x.shape[:3]
-    first = torch.arange(B * H, device=x.device).view(B, H, 1) * S
-    return (
-        x.flatten(0, 2)
-        .index_select(0, (i + first).flatten())
-        .view(*i.shape, *x.shape[3:])
-    )
+    table = x.flatten(0, 2)
+    first = torch.arange(B * H, device=x.device) * S
+    rows = i + first.view(B, H, 1)
+    rows = rows.flatten()
+    chosen = table.index_select(0, rows)
+    return chosen.view(*i.shape, *x.shape[3:])

@@ -1,8 +1,8 @@
-"""Our tokenizer, byte-level BPE (arXiv 1508.07909) as a `tiktoken.Encoding`, and those of other models.
+"""Our tokenizer, a `tiktoken.Encoding`, and the tokenizers of other models.
 
-In nanollm/tiny/tokenizer.tiktoken, tokens 0 to 255 are the bytes, and 256 to 355 the two-digit
-numbers. Each of the others joins two tokens: the most frequent neighbours in the training text
-(lab/corpus.py).
+Ours is byte-level BPE (arXiv 1508.07909). In nanollm/tiny/tokenizer.tiktoken, tokens 0 to 255 are
+the bytes, and 256 to 355 the two-digit numbers. Each of the others joins two tokens: the most
+frequent neighbours in the training text (lab/corpus.py).
 """
 
 import base64
@@ -24,16 +24,17 @@ def load(file: str | Path) -> tiktoken.Encoding:
     `check_vocabulary` notices it.
     """
     lines = Path(file).read_bytes().splitlines()
+    ranks = {}
     try:
-        ranks = {
-            base64.b64decode(token, validate=True): int(rank)
-            for token, rank in map(bytes.split, lines)
-        }
+        for line in lines:
+            token, rank = line.split()
+            token = base64.b64decode(token, validate=True)
+            ranks[token] = int(rank)
     except ValueError:
         ranks = {}
-    if [*ranks.values()] != [*range(len(lines))] or not ranks.keys() >= {
-        bytes([b]) for b in range(256)
-    }:
+    in_order = [*ranks.values()] == [*range(len(lines))]
+    all_bytes = {bytes([b]) for b in range(256)}
+    if not in_order or not ranks.keys() >= all_bytes:
         raise ValueError(
             f"{file} is damaged: its lines must be tokens in base64, all bytes among them, and "
             "their ranks 0, 1, …; copy the file again"
@@ -65,17 +66,18 @@ class Foreign:
         bos: int | None,
         chat: Callable,
     ):
-        self.raw, self.decode, self.n_vocab, self.bos, self.chat = (
-            raw,
-            decode,
-            n_vocab,
-            bos,
-            chat,
-        )
+        self.raw = raw
+        self.decode = decode
+        self.n_vocab = n_vocab
+        self.bos = bos
+        self.chat = chat
         self.line = self.raw(["\n"])[0]  # put before each piece, and cut off its tokens
 
     def turn(self) -> tuple[list[int], list[int]]:
-        """Return the chat template's tokens before a user's words, and after them up to the answer."""
+        """Return the chat template's tokens before a user's words, and those after them.
+
+        The latter end where the answer begins.
+        """
         mark = "the user's words"
         try:
             chat = self.chat([dict(role="user", content=mark)])
@@ -91,12 +93,14 @@ class Foreign:
         return tuple(self.raw([before, after]))
 
     def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
-        return [
-            ids[len(self.line) :]
-            if ids[: len(self.line)] == self.line
-            else self.raw([text])[0]
-            for text, ids in zip(texts, self.raw([f"\n{text}" for text in texts]))
-        ]
+        n = len(self.line)
+        pieces = []
+        for text, ids in zip(texts, self.raw([f"\n{text}" for text in texts])):
+            if ids[:n] == self.line:
+                pieces.append(ids[n:])
+            else:  # the line has grown together with the text
+                pieces += self.raw([text])
+        return pieces
 
     def encode_ordinary(self, text: str) -> list[int]:
         return self.encode_ordinary_batch([text])[0]
@@ -123,7 +127,8 @@ def check_vocabulary(encoding, vocab_size: int):
     would get another id. A Hugging Face tokenizer may have fewer ids, because such models pad their
     vocabulary.
     """
-    ids, exact = encoding.n_vocab, isinstance(encoding, tiktoken.Encoding)
+    ids = encoding.n_vocab
+    exact = isinstance(encoding, tiktoken.Encoding)
     if not ids or ids > vocab_size or exact and ids < vocab_size:
         raise ValueError(
             f"the tokenizer has {ids} token ids and the model {vocab_size}; they do not belong "
@@ -137,8 +142,7 @@ def boundaries(encoding, vocab_size: int) -> torch.Tensor:
     def ends(token: int) -> bool:
         try:
             piece = encoding.decode([token])
-        # a model's vocabulary may be padded with ids that the tokenizer lacks
-        except KeyError:
+        except KeyError:  # a model's vocabulary may have more ids than the tokenizer
             return False
         return "\n" in piece or piece.endswith((".", ":", ";", "!", "?"))
 

@@ -1,7 +1,8 @@
-"""Checkpoints in and out. The oracle is transformers: what it saves we read, what we write it opens."""
+"""Checkpoints in and out: we read what transformers saves, and it opens what we write."""
 
 import json
 import shutil
+from threading import Thread
 
 import pytest
 from safetensors import safe_open
@@ -9,7 +10,13 @@ from safetensors.torch import load_file, save_file
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanollm.checkpoint import from_hf, hf_model, hf_tokenizer, to_hf
+from nanollm.checkpoint import (
+    NoRandomWeights,
+    from_hf,
+    hf_model,
+    hf_tokenizer,
+    to_hf,
+)
 from nanollm.model import Decoder
 from nanollm.tokenizer import check_vocabulary
 from oracle import CASES, LLAMA3, TOKENS, oracle, same, tiny
@@ -34,14 +41,16 @@ DROP = object()  # as a new value: no such entry
 
 @pytest.fixture
 def copy(saved, tmp_path):
-    """copy(case, config=…, tensors=…): a checkpoint with other entries in config.json and other tensors."""
+    """copy(case, config=…, tensors=…): a checkpoint with other entries and other tensors."""
 
     def copied(case, config=(), tensors=()):
         folder = tmp_path / "copy"
         shutil.copytree(saved(case), folder, dirs_exist_ok=True)
-        file, weights = folder / "config.json", folder / "model.safetensors"
-        file.write_text(json.dumps(changed(json.loads(file.read_text()), config)))
-        save_file(changed(load_file(weights), tensors), weights)
+        file = folder / "config.json"
+        entries = changed(json.loads(file.read_text()), config)
+        file.write_text(json.dumps(entries))
+        file = folder / "model.safetensors"
+        save_file(changed(load_file(file), tensors), file)
         return folder
 
     return copied
@@ -61,9 +70,9 @@ def refused(folder, *words, read=from_hf, **options):
 
 def equal(a: Decoder, b: Decoder):
     assert a.config == b.config
-    b = b.state_dict()
-    assert a.state_dict().keys() == b.keys()
-    for name, x in a.state_dict().items():
+    a, b = a.state_dict(), b.state_dict()
+    assert a.keys() == b.keys()
+    for name, x in a.items():
         assert torch.equal(x, b[name]), name
 
 
@@ -88,18 +97,13 @@ def test_what_we_write_transformers_opens(saved, tmp_path, case):
 
 def test_half_precision_round_trip_is_exact(saved, tmp_path):
     ours = from_hf(saved("llama3.1"), torch.float16)
-    # exact
-    assert (
-        torch.equal(ours.freq, Decoder(ours.config).freq)
-        and ours.freq.dtype == torch.float32
-    )
+    assert ours.freq.dtype == torch.float32
+    assert torch.equal(ours.freq, Decoder(ours.config).freq)
     assert {p.dtype for p in ours.parameters()} == {torch.float16}
     to_hf(ours, tmp_path)
     equal(from_hf(tmp_path, torch.float16), ours)
-    assert (
-        AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype
-        == torch.float16
-    )
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert theirs.dtype == torch.float16
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers 4 insists on it
 
@@ -109,9 +113,20 @@ def test_loading_ties_the_head_draws_no_random_numbers(saved):
     before = torch.get_rng_state()
     model = from_hf(saved("llama grouped tied"))
     assert torch.equal(torch.get_rng_state(), before)
-    assert model.head.weight is model.embed.weight and not model.training
+    assert model.head.weight is model.embed.weight
+    assert not model.training
     assert all(p.requires_grad for p in model.parameters())
     assert not any(x.is_meta for x in (*model.parameters(), *model.buffers()))
+
+
+def test_a_decoder_made_in_another_thread_gets_random_weights_while_one_loads():
+    made = []
+    thread = Thread(target=lambda: made.append(Decoder(tiny())))
+    with NoRandomWeights():
+        thread.start()
+        thread.join()
+    weight = made[0].blocks[0].mlp.up.weight
+    assert weight.std().item() == pytest.approx(0.02, rel=0.2)
 
 
 def test_what_llamas_form_or_the_dtype_cannot_hold_is_not_written(tmp_path):
@@ -145,9 +160,8 @@ def test_shards(saved, tmp_path, case):
 )
 def test_names_without_prefix(saved, copy, case, prefix):
     file = copy(case) / "model.safetensors"
-    save_file(
-        {name.removeprefix(prefix): x for name, x in load_file(file).items()}, file
-    )
+    tensors = load_file(file)
+    save_file({name.removeprefix(prefix): x for name, x in tensors.items()}, file)
     equal(from_hf(file.parent), from_hf(saved(case)))
 
 
@@ -158,61 +172,33 @@ def test_tensors_that_follow_from_others_are_ignored(saved, copy):
     }
     equal(from_hf(copy("gpt2", tensors=derived)), from_hf(saved("gpt2")))
     tied = "llama grouped tied"
-    head = load_file(saved(tied) / "model.safetensors")[
-        "model.embed_tokens.weight"
-    ].clone()
+    tensors = load_file(saved(tied) / "model.safetensors")
     derived = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-        "lm_head.weight": head,
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
     }
     equal(from_hf(copy(tied, tensors=derived)), from_hf(saved(tied)))
 
 
 SCALING = {key: x for key, x in LLAMA3.items() if not key.startswith("rope")}
+# as transformers 4 wrote them
+THETA_APART = dict(rope_parameters=DROP, rope_theta=LLAMA3["rope_theta"])
+OLD_SCALING = dict(rope_scaling=SCALING | dict(rope_type="llama3"))
+OLDER_SCALING = dict(rope_scaling=SCALING | dict(type="llama3"))
+# what Llama 2's first config.json did not have
+LATER = ["head_dim", "num_key_value_heads", "attention_bias", "mlp_bias"]
+LATER += ["rope_parameters", "tie_word_embeddings", "hidden_act"]
+DEFAULTS = ["n_inner", "tie_word_embeddings"]
+DEFAULTS += ["scale_attn_weights", "add_cross_attention"]
 
 
 @pytest.mark.parametrize(
     "case, config",
     [
-        # as transformers 4 wrote it
-        *(
-            (
-                "llama3.1",
-                dict(
-                    rope_parameters=DROP,
-                    rope_theta=LLAMA3["rope_theta"],
-                    rope_scaling=SCALING | {name: "llama3"},
-                ),
-            )
-            for name in ("rope_type", "type")
-        ),
-        (
-            "llama multi-head",
-            dict.fromkeys(
-                (  # as Llama 2's first config.json
-                    "head_dim",
-                    "num_key_value_heads",
-                    "attention_bias",
-                    "mlp_bias",
-                    "rope_parameters",
-                    "tie_word_embeddings",
-                    "hidden_act",
-                ),
-                DROP,
-            ),
-        ),
-        (
-            "gpt2",
-            dict.fromkeys(
-                (
-                    "n_inner",
-                    "tie_word_embeddings",
-                    "scale_attn_weights",
-                    "add_cross_attention",
-                ),
-                DROP,
-            ),
-        ),
+        ("llama3.1", THETA_APART | OLD_SCALING),
+        ("llama3.1", THETA_APART | OLDER_SCALING),
+        ("llama multi-head", dict.fromkeys(LATER, DROP)),
+        ("gpt2", dict.fromkeys(DEFAULTS, DROP)),
         (
             "llama multi-head",
             dict(rope_parameters=None, rope_theta=10_000, quantization_config=None),
@@ -225,23 +211,17 @@ def test_other_entries_that_say_the_same(saved, copy, case, config):
 
 # ---- errors ---
 
+LINEAR = {"type": "linear", "factor": 2.0}
+
 
 @pytest.mark.parametrize(
     "case, config, words",
     [
-        (
-            "llama3.1",
-            dict(model_type="bert"),
-            "model_type 'bert' is not one of llama, mistral",
-        ),
+        ("llama3.1", dict(model_type="bert"), "'bert' is not one of llama, mistral"),
         ("llama3.1", dict(quantization_config={}), "quantization_config {} is not"),
         ("llama3.1", dict(hidden_size=DROP), "'hidden_size'"),
         ("llama3.1", dict(hidden_act="gelu"), "hidden_act 'gelu' is not 'silu'"),
-        (
-            "llama3.1",
-            dict(rope_scaling={"type": "linear", "factor": 2.0}),
-            "'linear' is not",
-        ),
+        ("llama3.1", dict(rope_scaling=LINEAR), "'linear' is not"),
         ("llama3.1", dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
         ("mistral", dict(sliding_window=DROP), "a sliding window"),
         ("qwen2", dict(use_sliding_window=True), "use_sliding_window True"),
@@ -253,42 +233,25 @@ def test_other_entries_that_say_the_same(saved, copy, case, config):
 def test_a_config_that_decoder_would_compute_otherwise_is_refused(
     copy, case, config, words
 ):
-    refused(
-        copy(case, config),
-        words,
-        "config.json is not one that",
-        "--engine transformers",
-    )
+    folder = copy(case, config)
+    refused(folder, words, "config.json is not one that", "--engine transformers")
 
 
 NAME = "model.layers.1.self_attn.k_proj.bias"
+WIDE = {"transformer.h.1.mlp.c_fc.weight": torch.ones(40, 24)}
+BIAS = {NAME.replace("k_proj", "o_proj"): torch.ones(32)}
+WITH_NAN = {NAME: torch.tensor([1.0] * 15 + [torch.nan])}
 
 
 @pytest.mark.parametrize(
     "case, tensors, words",
     [
-        (
-            "qwen2",
-            {"model.norm.weight": DROP},
-            'Missing key(s) in state_dict: "norm.weight"',
-        ),
+        ("qwen2", {"model.norm.weight": DROP}, 'Missing key(s) in state_dict: "norm'),
         ("qwen2", {NAME: DROP}, "blocks.1.attention.k.bias"),
         ("qwen2", {"model.embed_tokens.weight": DROP}, "embed.weight"),
-        (
-            "gpt2 3 heads",
-            {"transformer.h.1.mlp.c_fc.weight": torch.ones(40, 24)},
-            "size mismatch for blocks.1",
-        ),
-        (
-            "llama3.1",
-            {NAME.replace("k_proj", "o_proj"): torch.ones(32)},
-            "Unexpected key(s) in state_dict",
-        ),
-        (
-            "qwen2",
-            {NAME: torch.tensor([1.0] * 15 + [torch.nan])},
-            "attention.qkv.bias holds inf or nan",
-        ),
+        ("gpt2 3 heads", WIDE, "size mismatch for blocks.1"),
+        ("llama3.1", BIAS, "Unexpected key(s) in state_dict"),
+        ("qwen2", WITH_NAN, "attention.qkv.bias holds inf or nan"),
     ],
 )
 def test_a_tensor_that_does_not_belong_is_refused(copy, case, tensors, words):
@@ -296,31 +259,27 @@ def test_a_tensor_that_does_not_belong_is_refused(copy, case, tensors, words):
 
 
 def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
+    whole_folder = saved("qwen2")
     refused(tmp_path / "nowhere", str(tmp_path / "nowhere" / "config.json"))
-    shutil.copy(saved("qwen2") / "config.json", tmp_path)
+    shutil.copy(whole_folder / "config.json", tmp_path)
     # a pickle is never opened
-    shutil.copy(saved("qwen2") / "config.json", tmp_path / "pytorch_model.bin")
+    shutil.copy(whole_folder / "config.json", tmp_path / "pytorch_model.bin")
     refused(tmp_path, "model.safetensors")
-    whole = (saved("qwen2") / "model.safetensors").read_bytes()
+    whole = (whole_folder / "model.safetensors").read_bytes()
     for content in whole[:-4], b"version https://git-lfs.github.com/spec/v1":
         (tmp_path / "model.safetensors").write_bytes(content)
         refused(tmp_path, "is damaged")
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, "config.json")
     for device in "meta", "hpu", "x":
-        refused(
-            saved("qwen2"),
-            f"device {device!r} is not available",
-            "use cpu",
-            device=device,
-        )
+        words = f"device {device!r} is not available", "use cpu"
+        refused(whole_folder, *words, device=device)
 
 
 def test_what_transformers_reads_is_whole_or_refused(copy, tmp_path):
     assert hf_model(copy("qwen2"), torch.bfloat16).dtype == torch.bfloat16
-    refused(
-        copy("qwen2", tensors={NAME: DROP}), "it lacks 1 tensors", NAME, read=hf_model
-    )
+    folder = copy("qwen2", tensors={NAME: DROP})
+    refused(folder, "it lacks 1 tensors", NAME, read=hf_model)
     refused(tmp_path / "nowhere", "transformers cannot read", read=hf_model)
 
 
@@ -331,12 +290,12 @@ def test_tokenizer(tmp_path):
     words = Tokenizer(models.WordLevel({"the": 0, "cache": 1, "?": 2}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
-    )
+    config = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    (tmp_path / "tokenizer_config.json").write_text(config)
     tokenizer = hf_tokenizer(tmp_path)
     assert tokenizer.encode_ordinary("the cache evicts") == [0, 1, 2]
-    assert tokenizer.decode([1, 0]) == "cache the" and tokenizer.bos is None
+    assert tokenizer.decode([1, 0]) == "cache the"
+    assert tokenizer.bos is None
     check_vocabulary(tokenizer, 3)
     for content in "{", '{"version": "1.0", "model": {"type": "BPE"}}':
         (tmp_path / "tokenizer.json").write_text(content)

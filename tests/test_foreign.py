@@ -13,7 +13,8 @@ from nanollm.__main__ import main
 from nanollm.checkpoint import hf_tokenizer
 from lab.tasks import ANSWER, FACT, QUESTION, Tasks
 
-FEW = "--documents 2 --lengths 384 --methods full h2o snap_kv+critical quantized_2 --keep 25".split()
+METHODS = ["full", "h2o", "snap_kv+critical", "quantized_2"]
+FEW = ["--documents", "2", "--lengths", "384", "--keep", "25", "--methods", *METHODS]
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +40,17 @@ def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
             encoding.decode(tokens[roles == role].tolist())
             for role in (FACT, QUESTION, ANSWER)
         )
+        answer = answer.strip()
         if task == "needle":
             key = question.split("code of ")[1].split(" is")[0]
-            assert (
-                fact.count("The code of") == 4
-                and f"The code of {key} is {answer.strip()}." in fact
-            )
+            assert fact.count("The code of") == 4
+            assert f"The code of {key} is {answer}." in fact
         if task == "pairs":
-            assert f" {question.split('Q:')[1].strip()} {answer.strip()}" in fact
+            key = question.split("Q:")[1].strip()
+            assert f" {key} {answer}" in fact
         if task != "copy":
-            assert (
-                len(answer.strip()) == (2 if task == "few_shot" else 4)
-                and answer.strip().isdecimal()
-            )
+            assert len(answer) == (2 if task == "few_shot" else 4)
+            assert answer.isdecimal()
     assert len(batch.answers) == 1
 
 
@@ -62,11 +61,9 @@ def test_documents_are_measured_as_drawn_whatever_their_tokens(tasks):
         assert sum(len(part.tokens) for part in parts) == 24
         shapes = {(part.question, str(part.answers)) for part in parts}
         assert len(shapes) == len(parts) > (task != "few_shot")
-        assert all(
-            (part.roles[:, span] == ANSWER).all()
-            for part in parts
-            for span in part.answers
-        )
+        for part in parts:
+            for span in part.answers:
+                assert (part.roles[:, span] == ANSWER).all()
         rng = np.random.default_rng(0)
         drawn = {getattr(tasks, task)(rng, 500)[0].tobytes() for _ in range(24)}
         assert {row.tobytes() for part in parts for row in part.tokens} == drawn
@@ -89,25 +86,15 @@ def test_the_chat_template_tells_what_stands_around_a_user_s_words(folder):
 
 def test_pieces_are_encoded_as_the_middle_of_a_text(tasks):
     encoding = tasks.encoding
-    text = "\nThe code of star is 6098.\nQ: The code of star is 6098"
-    pieces = [
-        "\nThe code of",
-        " star",
-        " is",
-        " 6098",
-        ".",
-        "\nQ:",
-        " The code of",
-        " star",
-        " is",
-        " 6098",
-    ]
-    ids = [t for piece in pieces for t in encoding.encode_ordinary(piece)]
-    assert (
-        encoding.decode(ids).split()
-        == encoding.decode(encoding.raw([text])[0]).split()
-        == text.split()
-    )
+    pieces = ["\nThe code of", " star", " is", " 6098", "."]
+    pieces += ["\nQ:", " The code of", " star", " is", " 6098"]
+    text = "".join(pieces)
+    whole = encoding.raw([text])[0]
+    ids = []
+    for piece in pieces:
+        ids += encoding.encode_ordinary(piece)
+    assert encoding.decode(whole).split() == text.split()
+    assert encoding.decode(ids).split() == text.split()
 
 
 def test_compare_and_generate_run_a_foreign_checkpoint(
@@ -117,13 +104,9 @@ def test_compare_and_generate_run_a_foreign_checkpoint(
     main(["--model", str(folder), *FEW, "--json", "rows.json"])
     out = capsys.readouterr().out
     rows = json.loads(Path("rows.json").read_text())
-    assert [row["method"] for row in rows] == [
-        "full",
-        "h2o",
-        "snap_kv+critical",
-        "quantized_2",
-    ]
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-7
+    assert [row["method"] for row in rows] == METHODS
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert rows[1]["kl"] > 1e-7
     assert "needle: with this model, the task cannot compare methods" in out
     assert rows[1]["live"] < rows[0]["live"] / 2
 
@@ -135,40 +118,43 @@ def test_both_engines_make_the_same_rows_of_a_decoder_whose_texts_begin_with_bos
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    few = "--documents 2 --lengths 256 --methods full snap_kv --keep 25".split()
     made = []
-    few = "--documents 2 --lengths 256 --methods full snap_kv --keep 25 --json rows.json".split()
     for engine in ("ours", "transformers"):
-        main(["--engine", engine, "--model", str(LEARNED), *few])
-        made.append(json.loads(Path("rows.json").read_text()))
-        Path("rows.json").unlink()
+        file = Path(f"{engine}.json")
+        options = ["--engine", engine, "--model", str(LEARNED), "--json", str(file)]
+        main([*options, *few])
+        made.append(json.loads(file.read_text()))
     for ours, theirs in zip(*made, strict=True):
-        for key in ours:
-            if key != "engine":
-                assert (
-                    theirs[key] == pytest.approx(ours[key], rel=2e-2, abs=2e-3)
-                    if isinstance(ours[key], float)
-                    else key in ("l1", "each") or theirs[key] == ours[key]
-                ), key
+        for key, x in ours.items():
+            if isinstance(x, float):
+                assert theirs[key] == pytest.approx(x, rel=2e-2, abs=2e-3), key
+            elif key not in ("engine", "l1", "each"):
+                assert theirs[key] == x, key
 
 
 def short_windows(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(
-            config
-            | dict(
-                use_sliding_window=True,
-                sliding_window=64,
-                layer_types=2 * ["sliding_attention"],
-            )
-        )
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config |= dict(
+        use_sliding_window=True,
+        sliding_window=64,
+        layer_types=2 * ["sliding_attention"],
     )
+    file.write_text(json.dumps(config))
 
 
 def cut_weights(folder):
-    (folder / "model.safetensors").write_bytes(
-        (folder / "model.safetensors").read_bytes()[:3000]
-    )
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:3000])
+
+
+def no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+def nothing(folder):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -176,12 +162,8 @@ def cut_weights(folder):
     [
         (short_windows, "", "layer 0 attends to the last 64 tokens alone"),
         (cut_weights, "", "transformers cannot read"),
-        (
-            lambda folder: (folder / "tokenizer.json").unlink(),
-            "",
-            "transformers cannot read",
-        ),
-        (lambda folder: None, "--engine ours", "model_type 'qwen3' is not one of"),
+        (no_tokenizer, "", "transformers cannot read"),
+        (nothing, "--engine ours", "model_type 'qwen3' is not one of"),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -192,9 +174,8 @@ def test_what_is_wrong_is_one_line(
     spoil(Path("copy"))
     with pytest.raises(SystemExit) as stop:
         main(["--model", "copy", *FEW, *options.split()])
-    lines = [
-        line
-        for line in capsys.readouterr().err.splitlines()
-        if line.startswith("error: ")
-    ]
-    assert stop.value.code == 2 and len(lines) == 1 and message in lines[0]
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]

@@ -1,5 +1,4 @@
-"""GGUF files: small ones of Llama's and Qwen2's form against transformers, and SmolLM2 if it is
-installed."""
+"""GGUF files: small ones against transformers, and SmolLM2 if it is installed."""
 
 from importlib.util import find_spec
 
@@ -7,6 +6,7 @@ import gguf as files
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 import transformers as hf
 
@@ -27,14 +27,15 @@ SIZE = dict(
     rope_theta=5000.0,
 )
 stand_in = {b: c for c, b in gguf.stand_ins().items()}
-PIECES = [
-    *(stand_in[b] for b in range(256) if b != 7),
-    "Ġt",
-    "he",
-    "Ġthe",
-    "<|im_end|>",
-]
-TENSORS = {  # transformers' name → GGUF's
+PIECES = [stand_in[b] for b in range(256) if b != 7]
+PIECES += ["Ġt", "he", "Ġthe", "<|im_end|>"]
+MODELS = {
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig),
+    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config),
+}
+EIGHT_BITS = files.GGMLQuantizationType.Q8_0
+# transformers' name → GGUF's
+TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -46,12 +47,17 @@ TENSORS = {  # transformers' name → GGUF's
 }
 
 
+def neighbours(x, heads):
+    """Put dimension i + D/2 beside dimension i, as llama.cpp does for Llama."""
+    D = x.shape[0] // heads
+    halves = x.reshape(heads, 2, D // 2, -1)
+    return halves.swapaxes(1, 2).reshape(x.shape)
+
+
 def written(file, kind, about=(), drop=(), quantised=False, **config):
     """Write a small random model of transformers as a GGUF file; return the model."""
-    Model, Config = {
-        "llama": (hf.LlamaForCausalLM, hf.LlamaConfig),
-        "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config),
-    }[kind]
+    about = dict(about)
+    Model, Config = MODELS[kind]
     torch.manual_seed(0)
     model = Model(Config(vocab_size=len(PIECES), **SIZE | config)).eval()
     for x in model.parameters():
@@ -67,20 +73,18 @@ def written(file, kind, about=(), drop=(), quantised=False, **config):
         "rope.freq_base": 5000.0,
         "attention.layer_norm_rms_epsilon": model.config.rms_norm_eps,
     }
-    for name, x in (
-        {f"{kind}.{name}": x for name, x in given.items()} | dict(about)
-    ).items():
-        add = (
-            out.add_string
-            if isinstance(x, str)
-            else out.add_float32
-            if isinstance(x, float)
-            else (out.add_bool if isinstance(x, bool) else out.add_uint32)
-        )
-        add(name, x)
-    if "tokenizer.ggml.model" not in dict(about):
+    add = {
+        str: out.add_string,
+        float: out.add_float32,
+        bool: out.add_bool,
+        int: out.add_uint32,
+    }
+    given = {f"{kind}.{name}": x for name, x in given.items()}
+    for name, x in (given | about).items():
+        add[type(x)](name, x)
+    if "tokenizer.ggml.model" not in about:
         out.add_tokenizer_model("gpt2")
-    if "tokenizer.ggml.pre" not in dict(about):
+    if "tokenizer.ggml.pre" not in about:
         out.add_tokenizer_pre("smollm")
     out.add_token_list(PIECES)
     out.add_token_types([1] * (len(PIECES) - 1) + [3])
@@ -88,35 +92,27 @@ def written(file, kind, about=(), drop=(), quantised=False, **config):
     out.add_chat_template(
         "{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}A:"
     )
+    if model.config.tie_word_embeddings:
+        drop = [*drop, "lm_head"]
     for name, x in model.state_dict().items():
-        module, kind_of = name.rpartition(".")[::2]
+        module, _, part = name.rpartition(".")
         block = ""
         if module.startswith("model.layers."):
             _, _, i, module = module.split(".", 3)
             block = f"blk.{i}."
+        if module in drop:
+            continue
         x = x.numpy()
-        # dimension i beside i + D/2
-        if kind == "llama" and module[-6:] in ("q_proj", "k_proj"):
-            heads = 4 if "q_proj" in module else 2
-            x = (
-                x.reshape(heads, 2, x.shape[0] // heads // 2, -1)
-                .swapaxes(1, 2)
-                .reshape(x.shape)
-            )
+        if kind == "llama" and "q_proj" in module:
+            x = neighbours(x, heads=4)
+        if kind == "llama" and "k_proj" in module:
+            x = neighbours(x, heads=2)
+        name = f"{block}{TENSORS[module]}.{part}"
         if quantised and x.ndim == 2:
-            x = files.quantize(x, files.GGMLQuantizationType.Q8_0)
-        if module not in drop and not (
-            module == "lm_head" and model.config.tie_word_embeddings
-        ):
-            out.add_tensor(
-                f"{block}{TENSORS[module]}.{kind_of}",
-                np.ascontiguousarray(x),
-                raw_dtype=(
-                    files.GGMLQuantizationType.Q8_0
-                    if quantised and x.dtype == np.uint8
-                    else None
-                ),
-            )
+            x = files.quantize(x, EIGHT_BITS)
+            out.add_tensor(name, x, raw_dtype=EIGHT_BITS)
+        else:
+            out.add_tensor(name, np.ascontiguousarray(x))
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -137,77 +133,56 @@ def written(file, kind, about=(), drop=(), quantised=False, **config):
 def test_logits_are_transformers(kind, quantised, config, tmp_path):
     theirs = written(tmp_path / "m.gguf", kind, quantised=quantised, **config)
     model, _ = registry.load(tmp_path / "m.gguf")
-    tokens = torch.randint(
-        0, len(PIECES), (2, 40), generator=torch.Generator().manual_seed(1)
-    )
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, len(PIECES), (2, 40), generator=g)
     found, expected = model(tokens), theirs(tokens).logits
     off = 0.2 if quantised else 1e-4  # 8 bits a weight
     assert (found - expected).abs().max() < off * expected.abs().max()
     if quantised:
-        assert torch.nn.functional.cosine_similarity(found, expected, -1).min() > 0.99
+        assert F.cosine_similarity(found, expected, -1).min() > 0.99
 
 
 def test_texts_and_chats_are_encoded(tmp_path):
     bos = {"tokenizer.ggml.bos_token_id": 3}
     written(tmp_path / "m.gguf", "llama", bos | {"tokenizer.ggml.add_bos_token": True})
     model, encoding = registry.load(tmp_path / "m.gguf")
-    assert (
-        encoding.n_vocab == model.config.vocab_size == len(PIECES) and encoding.bos == 3
-    )
+    assert encoding.n_vocab == model.config.vocab_size == len(PIECES)
+    assert encoding.bos == 3
     for text in "the the\n", "é 12", "<|im_end|>":
         ids = encoding.encode_ordinary(text)
         assert encoding.decode(ids) == text
-    assert encoding.encode_ordinary("x the") == [
-        PIECES.index("x"),
-        PIECES.index("Ġthe"),
-    ]
+    expected = [PIECES.index("x"), PIECES.index("Ġthe")]
+    assert encoding.encode_ordinary("x the") == expected
     before, after = encoding.turn()
-    assert (
-        before == []
-        and encoding.decode(after) == "<|im_end|>\nA:"
-        and after[0] == len(PIECES) - 1
-    )
+    assert before == []
+    assert encoding.decode(after) == "<|im_end|>\nA:"
+    assert after[0] == PIECES.index("<|im_end|>")
     written(tmp_path / "m.gguf", "llama", bos)
     assert gguf.read(tmp_path / "m.gguf")[1].bos is None
 
 
 @pytest.mark.parametrize(
-    "kind, more, message",
+    "name, value, message",
     [
-        (
-            "llama",
-            dict(about={"llama.rope.scaling.type": "yarn"}),
-            "rope.scaling.type is 'yarn'",
-        ),
-        (
-            "llama",
-            dict(about={"llama.rope.dimension_count": 4}),
-            "rope.dimension_count is 4",
-        ),
-        ("llama", dict(about={"llama.expert_count": 8}), "expert_count is 8"),
-        (
-            "llama",
-            dict(about={"tokenizer.ggml.model": "llama"}),
-            "its tokenizer is 'llama'",
-        ),
-        (
-            "llama",
-            dict(about={"tokenizer.ggml.pre": "tekken"}),
-            "words cut as 'tekken'",
-        ),
-        ("llama", dict(drop=["mlp.up_proj"]), "mlp.up.weight"),
-        (
-            "llama",
-            dict(about={"general.name": "x", "llama.block_count": 3}),
-            "blocks.2.attention.q.weight",
-        ),
+        ("llama.rope.scaling.type", "yarn", "rope.scaling.type is 'yarn'"),
+        ("llama.rope.dimension_count", 4, "rope.dimension_count is 4"),
+        ("llama.expert_count", 8, "expert_count is 8"),
+        ("tokenizer.ggml.model", "llama", "its tokenizer is 'llama'"),
+        ("tokenizer.ggml.pre", "tekken", "words cut as 'tekken'"),
+        ("llama.block_count", 3, "blocks.2.attention.qkv.weight"),
     ],
 )
-def test_what_cannot_be_computed_is_one_line(kind, more, message, tmp_path):
-    written(tmp_path / "m.gguf", kind, **more)
+def test_what_cannot_be_computed_is_one_line(name, value, message, tmp_path):
+    written(tmp_path / "m.gguf", "llama", {name: value})
     with pytest.raises(ValueError, match=message) as error:
         gguf.read(tmp_path / "m.gguf")
     assert "\n" not in str(error.value)
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path):
+    written(tmp_path / "m.gguf", "llama", drop=["mlp.up_proj"])
+    with pytest.raises(ValueError, match="mlp.up.weight"):
+        gguf.read(tmp_path / "m.gguf")
 
 
 def test_other_files_are_refused(tmp_path, monkeypatch):
@@ -258,21 +233,18 @@ def test_smollm2_computes_what_transformers_does(smollm2):
     ids = encoding.encode_ordinary(corpus.text("test")[3][:2000])
     logits = model(torch.tensor([ids]), last=1)[0, 0]
     expected = torch.tensor([23.281948, 21.386387, 24.079242, 15.475046, 16.256084])
-    assert len(ids) == 113 and (logits[:5] - expected).abs().max() < 1e-3
+    assert len(ids) == 113
+    assert (logits[:5] - expected).abs().max() < 1e-3
     tokens = torch.tensor([encoding.encode_ordinary("The capital of France is")])
     assert encoding.decode(generate(model, tokens, 2)[0].tolist()) == " Paris."
 
 
 def test_smollm2_s_tokenizer_is_that_of_the_tokenizers_library(smollm2):
     _, encoding, reader = smollm2
-    tokens, merges = (
-        reader.fields[f"tokenizer.ggml.{name}"].contents()
-        for name in ("tokens", "merges")
-    )
-    vocabulary, merges = (
-        {token: i for i, token in enumerate(tokens)},
-        [tuple(x.split(" ")) for x in merges],
-    )
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    merges = reader.fields["tokenizer.ggml.merges"].contents()
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [tuple(x.split(" ")) for x in merges]
     theirs = Tokenizer(models.BPE(vocabulary, merges))
     theirs.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -289,12 +261,10 @@ def test_a_chat_with_smollm2_begins_and_ends_as_its_template_says(smollm2):
     encoding = smollm2[1]
     before, after = encoding.turn()
     start, end = (encoding.raw([f"<|im_{x}|>"])[0][0] for x in ("start", "end"))
-    assert (
-        encoding.bos is None
-        and before[0] == start
-        and before.count(start) == 2
-        and after[0] == end
-    )
+    assert encoding.bos is None
+    assert before[0] == start
+    assert before.count(start) == 2
+    assert after[0] == end
     assert encoding.decode(before).endswith("\n<|im_start|>user\n")
     assert encoding.decode(after) == "<|im_end|>\n<|im_start|>assistant\n"
 
@@ -304,7 +274,8 @@ def test_the_bridge_keeps_and_answers_the_same_on_smollm2(smollm2):
     model, encoding, _ = smollm2
     theirs, _ = registry.load("smollm2", engine="transformers")
     assert type(theirs) is Bridged
-    tokens = torch.tensor([encoding.encode_ordinary(corpus.text("test")[3])[:120]])
+    ids = encoding.encode_ordinary(corpus.text("test")[3])
+    tokens = torch.tensor([ids[:120]])
     kept, logits = [], []
     for each in model, theirs:
         caches = make_cache(each, SnapKV, budget=40, window_size=8)

@@ -1,4 +1,4 @@
-"""The decoder against transformers: tiny random models of every kind that it reads, cached and uncached."""
+"""The decoder against transformers: tiny random models of every kind that it reads."""
 
 import pytest
 import torch
@@ -28,12 +28,10 @@ def test_logits_equal_transformers_with_a_cache_and_without(pair):
     same(ours(TOKENS, last=3), want[:, -3:])
 
     # a second chunk attends to the first
-    for chunks in ([1, 9] + 30 * [1], [7, 9] + 24 * [1]):
+    for sizes in ([1, 9] + 30 * [1], [7, 9] + 24 * [1]):
         cache = make_cache(ours)
-        same(
-            torch.cat([ours(chunk, cache) for chunk in TOKENS.split(chunks, 1)], 1),
-            want,
-        )
+        chunks = [ours(chunk, cache) for chunk in TOKENS.split(sizes, 1)]
+        same(torch.cat(chunks, 1), want)
         assert cache[0].seen == cache[1].seen == 40
 
 
@@ -42,11 +40,11 @@ def test_given_positions_equal_transformers(pair):
     theirs, ours = pair
     pos = torch.stack((torch.arange(20), torch.arange(20) + 30))
     pos[:, 8:] += 11  # a jump in the middle
-    want = theirs(
-        TOKENS[:, :20], position_ids=pos, attention_mask=torch.ones(2, 20)
-    ).logits
-    same(ours(TOKENS[:, :20], pos=pos), want)
-    assert (ours(TOKENS[:, :20]) - want).abs().max() > 1e-2  # the positions matter
+    tokens = TOKENS[:, :20]
+    every = torch.ones(2, 20)
+    want = theirs(tokens, position_ids=pos, attention_mask=every).logits
+    same(ours(tokens, pos=pos), want)
+    assert (ours(tokens) - want).abs().max() > 1e-2  # the positions matter
 
 
 def test_sequences_end_at_max_len():
@@ -61,30 +59,29 @@ def test_sequences_end_at_max_len():
     model(TOKENS[:, :1], cache)  # the refused call left no trace
 
 
+FIVE = TOKENS[:, :5]
+NO_TOKENS = r"tokens are torch.* of shape .*; they must be an int64 tensor"
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
         (dict(last=0), "last 0 must be a whole number from 1 to 5"),
         (dict(last=6), "last 6 .* to 5"),
-        *(
-            (
-                dict(tokens=x),
-                r"tokens are torch.* of shape .*; they must be an int64 tensor",
-            )
-            for x in (TOKENS[:, :5].float(), TOKENS[0], TOKENS[:, :0])
-        ),
-        (
-            dict(tokens=TOKENS[:, :5] + 57),
-            "token ids 58 … 116 must lie in the vocabulary 0 … 60",
-        ),
+        (dict(tokens=FIVE.float()), NO_TOKENS),
+        (dict(tokens=TOKENS[0]), NO_TOKENS),
+        (dict(tokens=TOKENS[:, :0]), NO_TOKENS),
+        (dict(tokens=FIVE + 57), "ids 58 … 116 must lie in the vocabulary 0 … 60"),
     ],
 )
 def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, message):
     model = Decoder(tiny(family="gpt2"))
     cache = make_cache(model)
+    call = dict(tokens=FIVE, cache=cache) | call
     with pytest.raises(ValueError, match=message) as error:
-        model(**dict(tokens=TOKENS[:, :5], cache=cache) | call)
-    assert "\n" not in str(error.value) and [memory.seen for memory in cache] == [0, 0]
+        model(**call)
+    assert "\n" not in str(error.value)
+    assert [memory.seen for memory in cache] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -103,40 +100,35 @@ def test_a_bad_config_is_refused(changed, message):
 
 
 def test_head_dim_follows_from_d_model_unless_set():
-    assert tiny().head_dim == 8 and tiny(d_model=30, head_dim=6).head_dim == 6
+    assert tiny().head_dim == 8
+    assert tiny(d_model=30, head_dim=6).head_dim == 6
     assert tiny(family="gpt2", head_dim=7).head_dim == 7  # only RoPE needs pairs
 
 
 def test_gradients_reach_every_parameter():
+    more = dict(tie_embeddings=False, qkv_bias=True, o_bias=True, mlp_bias=True)
     for family in "llama", "gpt2":
-        model = Decoder(
-            tiny(
-                family=family,
-                tie_embeddings=False,
-                qkv_bias=True,
-                o_bias=True,
-                mlp_bias=True,
-            )
-        )
-        assert model.blocks[0].mlp.down.weight.std().item() == pytest.approx(
-            0.02 / 4**0.5, rel=0.15
-        )
-        model(TOKENS[:, :16]).square().mean().backward()
+        model = Decoder(tiny(family=family, **more))
+        std = model.blocks[0].mlp.down.weight.std().item()
+        assert std == pytest.approx(0.02 / 4**0.5, rel=0.15)
+        logits = model(TOKENS[:, :16])
+        logits.square().mean().backward()
         for name, p in model.named_parameters():
             assert p.grad is not None and p.grad.isfinite().all(), name
 
 
 def test_one_token_is_read_whatever_the_strides_of_pytorch_s_attention(monkeypatch):
     """On a GPU its output is a view of (B, T, H, D)."""
+    plain = F.scaled_dot_product_attention
+
+    def as_on_a_gpu(*args):
+        y = plain(*args).transpose(1, 2)
+        return y.contiguous().transpose(1, 2)
+
     model = Decoder(tiny(n_heads=4, n_kv_heads=2))
     caches = make_cache(model)
     with torch.no_grad():
         model(TOKENS[:, :8], caches)
         expected = model(TOKENS[:, 8:9], copied(caches))
-        plain = F.scaled_dot_product_attention
-        monkeypatch.setattr(
-            F,
-            "scaled_dot_product_attention",
-            lambda *args: plain(*args).transpose(1, 2).contiguous().transpose(1, 2),
-        )
+        monkeypatch.setattr(F, "scaled_dot_product_attention", as_on_a_gpu)
         assert torch.equal(model(TOKENS[:, 8:9], caches), expected)

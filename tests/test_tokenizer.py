@@ -19,13 +19,12 @@ def test_every_text_comes_back(text):
     assert ENCODING.decode(ids) == text
     # the last one is BOS, which no text can produce
     assert all(i < ENCODING.n_vocab - 1 for i in ids)
-    # two digits are one token
+
+
+def test_two_digits_are_one_token_and_bos_is_no_text():
     assert ENCODING.encode_ordinary(" 0799.")[1:-1] == [256 + 7, 256 + 99]
-    assert (
-        ENCODING.encode(BOS, allowed_special={BOS})
-        == [2047]
-        not in ENCODING.encode_ordinary(BOS)
-    )
+    assert ENCODING.encode(BOS, allowed_special={BOS}) == [2047]
+    assert 2047 not in ENCODING.encode_ordinary(BOS)
 
 
 LINES = (TINY / "tokenizer.tiktoken").read_bytes().splitlines(keepends=True)
@@ -39,10 +38,8 @@ LINES = (TINY / "tokenizer.tiktoken").read_bytes().splitlines(keepends=True)
         lambda lines: lines[:300] + [b"eHh4eHg= 299\n"] + lines[300:],  # a rank twice
         lambda lines: lines[:300] + [b"CQ== 300\n"] + lines[301:],  # a token twice
         lambda lines: lines[:-1] + [lines[-1].split()[0]],  # cut before the last rank
-        *(
-            lambda lines, x=x: lines[:5] + [x] + lines[6:]
-            for x in (b"B 5\n", b"BQ== five\n")
-        ),
+        lambda lines: lines[:5] + [b"B 5\n"] + lines[6:],
+        lambda lines: lines[:5] + [b"BQ== five\n"] + lines[6:],
     ],
 )
 def test_a_broken_file_is_refused(tmp_path, change):
@@ -53,13 +50,10 @@ def test_a_broken_file_is_refused(tmp_path, change):
 
 
 def test_a_tokenizer_fits_the_model_and_hugging_faces_may_be_shorter():
+    theirs = SimpleNamespace(n_vocab=10)
     check_vocabulary(ENCODING, 2048)
-    check_vocabulary(SimpleNamespace(n_vocab=10), 64)
-    for encoding, size in (
-        (ENCODING, 2047),
-        (ENCODING, 2049),
-        (SimpleNamespace(n_vocab=10), 9),
-    ):
+    check_vocabulary(theirs, 64)
+    for encoding, size in (ENCODING, 2047), (ENCODING, 2049), (theirs, 9):
         with pytest.raises(ValueError, match=f"token ids and the model {size}"):
             check_vocabulary(encoding, size)
 
@@ -67,45 +61,32 @@ def test_a_tokenizer_fits_the_model_and_hugging_faces_may_be_shorter():
 def test_nothing_that_stands_before_a_piece_for_a_foreign_tokenizer_stays_in_it():
     pieces = ["\n", "\n\n", "\t", "Q", ":"]  # two line breaks are one token
 
-    def raw(texts):
-        return [
-            [*map(pieces.index, regex.findall("\n\n|.|\n", text))] for text in texts
-        ]
+    def ids_of(text):
+        return [pieces.index(piece) for piece in regex.findall("\n\n|.|\n", text)]
 
-    decode = lambda ids: "".join(pieces[i] for i in ids)
-    encoding, texts = (
-        Foreign(raw, decode, len(pieces), None, None),
-        ["\nQ:", "Q:", "\n\nQ", "\t"],
-    )
-    assert [
-        encoding.decode(ids) for ids in encoding.encode_ordinary_batch(texts)
-    ] == texts
+    def raw(texts):
+        return [ids_of(text) for text in texts]
+
+    def decode(ids):
+        return "".join(pieces[i] for i in ids)
+
+    encoding = Foreign(raw, decode, len(pieces), None, None)
+    texts = ["\nQ:", "Q:", "\n\nQ", "\t"]
+    batch = encoding.encode_ordinary_batch(texts)
+    assert [encoding.decode(ids) for ids in batch] == texts
 
 
 def test_a_boundary_is_a_token_with_a_line_break_or_a_mark_at_its_end():
-    ends = [
-        ".",
-        "is.",
-        ":",
-        " else:",
-        ");",
-        "x!",
-        "?",
-        "...",
-        "\n",
-        "\n\n    ",
-        "\n    return",
-        ".\n",
-    ]
+    ends = [".", "is.", ":", " else:", ");", "x!", "?", "..."]
+    ends += ["\n", "\n\n    ", "\n    return", ".\n"]
     pieces = [*ends, "", "a", " is", ",", ".py", ": ", ")", "-", "\t", "\ufffd", "."]
     encoding = SimpleNamespace(decode=lambda ids: "".join(pieces[i] for i in ids))
     table = boundaries(encoding, len(pieces) - 1)  # no further than asked
-    assert (
-        table.dtype == torch.bool
-        and table.tolist() == [True] * len(ends) + [False] * 10
-    )
+    assert table.dtype == torch.bool
+    assert table.tolist() == [True] * len(ends) + [False] * 10
 
     table = boundaries(ENCODING, ENCODING.n_vocab + 3)
     ids = ENCODING.encode("The code of apple is 1234.\nQ: Why? A, b")
     assert [ENCODING.decode([i]) for i in ids if table[i]] == [".", "\n", ":", "?"]
-    assert len(table) == 2051 and not table[-3:].any()  # padded
+    assert len(table) == 2051
+    assert not table[-3:].any()  # padded

@@ -25,15 +25,21 @@ KINDS = {
 
 
 def foreign_checkpoint(folder, kind="bytes"):
-    """Save a tiny random Qwen3 and a tokenizer trained here; `from_hf` does not read this family."""
+    """Save a tiny random Qwen3 and a tokenizer trained here; return the folder.
+
+    `from_hf` does not read this family.
+    """
     model, pre, decoder, Trainer, more = KINDS[kind]
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoder
-    special = ["<s>", "</s>", "<unk>"]
-    tokenizer.train_from_iterator(
-        corpus.text("test")[::4],
-        Trainer(vocab_size=1500, special_tokens=special, show_progress=False, **more),
+    tokenizer.pre_tokenizer = pre
+    tokenizer.decoder = decoder
+    trainer = Trainer(
+        vocab_size=1500,
+        special_tokens=["<s>", "</s>", "<unk>"],
+        show_progress=False,
+        **more,
     )
+    tokenizer.train_from_iterator(corpus.text("test")[::4], trainer)
     if kind == "bytes":  # the other one names BOS, and does not use it
         tokenizer.post_processor = processors.TemplateProcessing(
             "<s> $A", special_tokens=[("<s>", 0)]
@@ -42,17 +48,17 @@ def foreign_checkpoint(folder, kind="bytes"):
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
     )
     fast.save_pretrained(folder)
+
+    config = hf.Qwen3Config(
+        vocab_size=len(fast),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        head_dim=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
     torch.manual_seed(0)
-    hf.Qwen3ForCausalLM(
-        hf.Qwen3Config(
-            vocab_size=len(fast),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            head_dim=8,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-        )
-    ).save_pretrained(folder)
+    hf.Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanollm.cache import LayerCache
+from nanollm.cache import Slots
 from lab import plot
 
 
@@ -96,7 +96,7 @@ def test_families_can_be_told_apart_in_grey():
         ("chunk_kv", "chunk_kv chunk_kv_reuse chunk_kv_semantic"),
         ("kv_reviver", "kv_reviver kv_reviver_mean kv_reviver_shrunk"),
         ("quantized", "quantized_2 quantized_3 quantized_4"),
-        ("kvzip", "kvzip kvzip_4 kvzip_fast kvzip_recent"),
+        ("kvzip", "kvzip kvzip@4 kvzip_fast kvzip_recent"),
     ],
 )
 def test_a_variant_has_its_familys_look_but_for_the_dash(family, names):
@@ -108,7 +108,7 @@ def test_a_variant_has_its_familys_look_but_for_the_dash(family, names):
 
 
 def test_kept_tells_which_tokens_each_head_of_the_first_row_still_holds():
-    cache = LayerCache()
+    cache = Slots()
     cache.write(torch.zeros(2, 2, 6, 4), torch.zeros(2, 2, 6, 4), torch.arange(6)[None])
     cache.keep(torch.tensor([[[0, 3, 5], [1, -1, -1]], [[2, 3, 4], [2, 3, 4]]]))
     assert plot.kept([cache], 5).tolist() == [

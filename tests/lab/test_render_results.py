@@ -5,7 +5,7 @@ from subprocess import CalledProcessError
 import pytest
 
 from lab import render_results
-from lab.registry import pick
+from lab.methods_by_name import pick
 
 SCRIPT = """
 import sys

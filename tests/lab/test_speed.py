@@ -7,7 +7,7 @@ import pytest
 
 from common import ENCODING, checkpoint_of_two_layers, decoder
 from lab import speed
-from lab.registry import pick
+from lab.methods_by_name import pick
 
 
 class Clock:

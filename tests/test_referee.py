@@ -1,0 +1,128 @@
+"""Compare all fields of lab's rows with a reader of one document, and then one token, at a time."""
+
+import numpy as np
+import torch
+
+from common import tasks
+from lab import benchmark, methods_by_name, retrieval, table
+from nanollm import TINY, checkpoint
+from nanollm.cache import Slots, cache_bytes, compress, crop, make_cache
+
+N, T = 3, 88  # documents of each task, and texts; their tokens
+CUT, NEW = 79, 8  # a text's prompt, and what follows; the token between is read twice
+APPEND = {"full": None, "ada_kv+critical": 0.5, "kvzip": 0.1}
+KEEP = APPEND | {"h2o": 0.7, "scissorhands": 0.7, "quantized_2": None}
+METHODS = methods_by_name.pick([*KEEP])
+MODEL = checkpoint.from_hf(TINY)
+TASKS = tasks("test")
+
+
+class Full(Slots):
+    """Give `other` the same input, and list ‖(y − ŷ) W_O‖₁ of each head."""
+
+    def attend(self, *new):
+        y = super().attend(*new)
+        change = y - self.other.attend(*new)
+        change = (self.w_o * change[0, :, -1]).sum(-1)
+        self.l1.append(change.abs().sum(0).tolist())
+        return y
+
+
+def compressed(name, tokens, cut=CUT, whole=CUT, full=()):
+    """Read tokens, forget those from `cut` on, and compress; a budget is part of `whole`."""
+    options = METHODS[name].options
+    if KEEP[name]:
+        options = options | dict(budget=round(KEEP[name] * whole))
+    caches = make_cache(MODEL, METHODS[name].kind, **options)
+    for layer, other in zip(full, caches):  # `full` answers the decoder for them
+        layer.other, layer.l1 = other, []
+    MODEL(tokens[None], full or caches)
+    crop([*full, *caches], cut)
+    compress(MODEL, tokens[None, :cut], caches)
+    return caches
+
+
+def read(tokens, caches):
+    """Read token by token; return log p of each next one, (n, V)."""
+    logits = [MODEL(token[None], caches)[0] for token in tokens.split(1)]
+    return torch.cat(logits).double().log_softmax(1).numpy()
+
+
+def is_right(name, batch, aware, tokens):
+    """Return whether each token of the answer is the likeliest, as greedy decoding needs."""
+    [span] = batch.answers
+    cut = span.start - 1 if aware else batch.question
+    caches = compressed(name, tokens[: cut + aware], cut, batch.question)
+    said = read(tokens[cut : span.stop - 1], caches).argmax(1)
+    return float(np.array_equal(said[span.start - 1 - cut :], tokens[span]))
+
+
+def measured(name, text):
+    """Return a text's fields of the row, and the −log p of its true tokens."""
+    prompt, after = text[: CUT + 1], text[CUT:-1]
+    full = make_cache(MODEL, store=Full)
+    compressed(name, prompt, full=full)
+    caches = compressed(name, prompt)
+    held = lambda: sum((x.positions() < x.seen).sum().item() for x in caches)
+    start = held()
+    p, q = read(after, full), read(after, caches)
+    end, live = held(), cache_bytes(caches)[0]
+    exact = sum((x.pos < x.seen).sum().item() for x in caches)
+    if name in APPEND:  # fed at once in lab; a full buffer grows by a tenth of that
+        caches = compressed(name, prompt)
+        MODEL(after[None], caches)
+    return dict(
+        kl=(np.exp(p) * (p - q)).sum(1).mean(),
+        nll=-q[range(NEW), text[-NEW:]].mean(),
+        l1_alone=[np.mean(layer.l1[1:], 0) for layer in full],  # not the prompt's
+        slots=start / 18,  # of a head: 3 heads in 6 layers
+        slots_end=end / 18,
+        live=live,
+        live_16=live - 2 * 64 * exact,  # two bytes less a number
+        allocated=cache_bytes(caches)[1],
+    )
+
+
+def row_by_hand(name):
+    each = {}
+    row = dict(method=name, keep_ratio=KEEP[name], tokens=T, prompt=CUT, each=each)
+    for aware, setting in enumerate(("agnostic", "aware")):
+        for task in benchmark.TASKS:
+            batch, key = TASKS.batch(task, 1, N, T), f"{task}_{setting}"
+            texts = torch.tensor(batch.tokens)
+            each[key] = [is_right(name, batch, aware, text) for text in texts]
+            row[key] = np.mean(each[key])
+            row[f"{key}_se"] = np.std(each[key], ddof=1) / N**0.5
+        row[setting] = np.mean([row[f"{task}_{setting}"] for task in benchmark.TASKS])
+
+    texts = [measured(name, text) for text in benchmark.text_windows(TASKS, N, T)]
+    for key in texts[0]:
+        row[key] = np.mean([text[key] for text in texts], 0).tolist()
+        if key in ("kl", "nll", "l1_alone"):
+            each[key] = [np.mean(text[key]) for text in texts]
+    row["perplexity"] = np.exp(row.pop("nll"))
+    return row
+
+
+@torch.inference_mode()
+def test_rows_are_what_a_reader_measures(monkeypatch, subtests):
+    patch = monkeypatch.setattr
+    patch(type(TASKS).pairs, "__defaults__", (6, 1))  # short documents
+    patch(type(TASKS).few_shot, "__defaults__", (4, 3))
+    assert [*map(benchmark.continuation_length, (T, 320))] == [T // 2, 64]
+    patch(benchmark, "continuation_length", lambda T: NEW)
+    patch(benchmark, "BATCH", 2)  # lab reads two of three at once
+    parts = benchmark.build(MODEL, TASKS, T, N, seed=1)[:-1]  # without its two texts
+    parts += benchmark.build(MODEL, TASKS, T, 2 * N, names=())
+    partly = set()
+    for name, keep in KEEP.items():
+        with subtests.test(name):
+            make = retrieval.maker(
+                MODEL, METHODS[name].kind, keep, **METHODS[name].options
+            )
+            row = benchmark.run(parts, MODEL, make, alone=True)
+            row = table.row_of(name, keep, T, {}, row)
+            close = dict(rtol=1e-5, atol=1e-5, check_dtype=False)
+            torch.testing.assert_close(row, row_by_hand(name), **close)
+            partly |= {key for key in row if "_se" in key and row[key]}
+    assert len(partly) == 6  # tasks and settings neither all right nor all wrong
