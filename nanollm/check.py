@@ -55,7 +55,7 @@ def fits(x, kind) -> bool:
 def constructed(Kind: type, options: dict):
     """Return the method Kind(**options). ValueError if an option is unknown or of a wrong type."""
     name = Kind.__name__
-    known = {field.name for field in fields(Kind)}
+    known = [field.name for field in fields(Kind)]
     kinds = get_type_hints(Kind)
     for option, kind in kinds.items():
         if option not in known and get_origin(kind) is not ClassVar:

@@ -223,6 +223,11 @@ class RoundedSlots(PackedSlots):
         for name in self.packed.keys() - {"k_code", "k_zero", "k_scale", "v_code"}:
             self.packed[name] = self.packed[name][i]
 
+    def crop(self, n: int):
+        if self.rounded and not self.prompt_done and 0 <= n < self.longest:
+            self.keep(indices(self.pos != NEVER))  # back from codes
+        super().crop(n)
+
     def put(self, name: str, x: Tensor):
         if self.rounded and name in VECTORS:
             raise ValueError(

@@ -1,0 +1,129 @@
+"""Packed slots: heads of unlike length hold what padded ones hold, in less memory."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from common import alone, end
+from methods.baselines.ada_kv import AdaKV
+from nanollm.cache import NEVER, Method, PackedSlots, Slots
+from nanollm.packed import keep_highest
+from stores import SLOT, draw, fill, positions
+from windows import uneven
+
+TABLE = 4 * 8  # how many slots each of four heads has
+# slots that heads keep; −1: no slot. Head 3 keeps nothing
+KEPT = [[[1, 4, 8], [-1, -1, 2]], [[-1, 5, 6], [-1, -1, -1]]]
+
+
+def padded_and_packed(watch=0):
+    """Return the same biased slots padded and packed; heads keep 3, 1, 2 and no token."""
+    method = Method()
+    method.watch = watch
+    padded = Slots(method)
+    fill(padded, 9)
+    padded.add_bias()
+    padded.put("bias", padded.pos / 7)
+    packed = PackedSlots(method)
+    vars(packed).update(deepcopy({**vars(padded), "method": None}))
+    packed.method = method
+    padded.keep(torch.tensor(KEPT))
+    there = torch.zeros(2, 2, 10).scatter(2, torch.tensor(KEPT) % 10, 1)
+    packed.keep_chosen(there[..., :9].bool())
+    assert packed.packed
+    return padded, packed
+
+
+def check_same(padded, packed):
+    there = padded.pos != NEVER
+    assert torch.equal(packed.pos, padded.pos)  # NEVER where there is nothing
+    assert padded.slots.keys() == packed.slots.keys()
+    for name in padded.slots:
+        assert torch.equal(packed.slot(name)[there], padded.slot(name)[there])
+
+
+@pytest.mark.parametrize("watch", [0, 1, 3])
+def test_packed_heads_are_those_of_the_padded_store(watch):
+    """Slots, outputs, weights and bytes, when one token comes and when several do."""
+    padded, packed = padded_and_packed(watch)
+    each = SLOT + 4
+    assert padded.bytes() == (6 * each, 12 * each)
+    assert packed.bytes() == (6 * each + TABLE,) * 2
+    for T in (1, 3, 1, 20):
+        before = deepcopy(packed)
+        q, k, v = draw(T, seed=T)
+        pos = torch.arange(padded.seen, padded.seen + T)[None]
+        padded.write(k, v, pos)
+        packed.write(k, v, pos)
+        bias = padded.slot("bias")
+        bias[..., -T:] = 0.5
+        packed.put("bias", bias)
+        y, p = packed.attention(q, pos)
+        expected_y, expected_p = padded.attention(q, pos)
+        assert torch.allclose(y, expected_y, atol=1e-6)
+        if watch:
+            assert torch.allclose(p, expected_p, atol=1e-6)
+        check_same(padded, packed)
+        assert (packed.length, packed.seen) == (padded.length, padded.seen)
+        live, allocated = packed.bytes()
+        assert live == (6 + 4 * (packed.seen - 9)) * each + TABLE
+        assert live <= allocated <= 1.1 * live
+        # a copy is not written to
+        assert before.length == padded.length - T
+        assert torch.equal(before.pos, padded.pos[..., :-T])
+
+
+def test_keep_takes_from_packed_and_later_slots():
+    padded, packed = padded_and_packed()
+    for layer in (padded, packed):
+        fill(layer, 4)
+        layer.keep(torch.tensor([[[0, 2, 5], [2, 3, -1]], [[2, 3, 4], [6, -1, -1]]]))
+    check_same(padded, packed)
+    assert positions(packed) == [[[1, 8, 11], [2, 9]], [[6, 9, 10], [12]]]
+    assert packed.bytes() == padded.bytes()
+    assert not packed.packed
+
+
+@pytest.mark.parametrize(
+    "budget, expected",
+    [
+        (1, [[[2], [8]], [[4, 8], []]]),
+        (2, [[[2], [5, 7, 8]], [[1, 4, 8], [2]]]),
+        (9, None),
+    ],
+)
+def test_the_highest_scores_of_all_heads_and_layers_stay_and_no_empty_slot(
+    budget, expected
+):
+    """Of equal scores, here 0, the newest entry of the last head of the last layer stays."""
+    held = [[[2, 4, 6], [5, 7, 8]], [[1, 4, 8], [2]]]
+    # there is no entry where the score is 9
+    scores = [[[4, 0, 0], [0, 0, 5]], [[1, 3, 3], [0, 9, 9]]]
+    layers = [PackedSlots(), PackedSlots()]
+    for layer, (a, b) in zip(layers, held):
+        fill(layer, 9, rows=1)
+        layer.keep(torch.tensor([[a, b + [-1] * (3 - len(b))]]))
+    keep_highest(layers, [torch.tensor([x]).float() for x in scores], budget)
+    assert [positions(layer)[0] for layer in layers] == (expected or held)
+
+
+class Counting(AdaKV):
+    entry = {"steps": torch.float32}
+
+
+def test_numbers_that_change_are_not_packed():
+    """Heads of different length stay padded if a method may change a number at each step."""
+    layer = uneven(Counting(20, window_size=8, kernel_size=1, floor=0.0), 60)
+    assert layer.ragged
+    assert not layer.packed
+    layer.put("steps", layer.slot("steps") + 1)
+    assert (layer.slot("steps") == 1).all()
+
+
+def test_a_prompt_of_which_all_heads_keep_as_many_is_not_packed():
+    layer = alone(AdaKV(20, window_size=8, floor=1.0))
+    fill(layer, 60)
+    end(layer)
+    assert not layer.packed
+    assert layer.bytes() == (4 * 20 * SLOT,) * 2
