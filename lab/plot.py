@@ -65,10 +65,10 @@ DASHES = {
 def style(name: str) -> dict:
     """Return a method's color, marker and linestyle by its name: plot(**style("h2o")).
 
-    "ada_kv+critical" looks like "ada_kv" except for its dash. A hash of an unknown name selects its
-    look.
+    "ada_kv+critical" and "ada_kv@4" look like "ada_kv" except for their dash. A hash of an unknown
+    name selects its look.
     """
-    base, _, addition = name.partition("+")
+    base, _, addition = name.replace("@", "_").partition("+")
     begins = lambda family: f"{base}_".startswith(f"{family}_")
     family = next(filter(begins, FAMILIES), base)
     color, marker = FAMILIES.get(family) or OTHERS[crc32(base.encode()) % len(OTHERS)]

@@ -12,8 +12,9 @@ import torch
 
 from common import checkpoint_of_two_layers
 from lab import corpus, explore
-from lab.example_page import PAGE, QUESTION, answer, pieces, prompt
-from lab.registry import load, pick
+from lab.loading import load
+from lab.methods_by_name import pick
+from lab.one_page import PAGE, QUESTION, answer, pieces, prompt
 from nanollm import TINY
 from nanollm.cache import make_cache
 
@@ -145,9 +146,9 @@ def test_other_texts(page, shipped, number):
     )
     full = answer(model, tokens, cuts["agnostic"], make_cache(model), explore.NEW)[1]
     assert read["full"]["written"] == full
-    for i, (name, Method) in enumerate(methods.items()):
+    for i, (name, variant) in enumerate(methods.items()):
         keep, setting = ((50, "aware"), (25, "agnostic"))[(i + number) % 2]
-        stored = explore.view(model, encoding, Method, keep, setting, text, question)
+        stored = explore.view(model, encoding, variant, keep, setting, text, question)
         reply = asked(
             page, do="compress", method=name, keep=keep, aware=setting == "aware"
         )

@@ -27,7 +27,6 @@ def measured() -> dict:
         live=3 * 1024 * 9,
         live_16=3 * 1024 * 50,
         allocated=3 * 1024 * 6,
-        keeps_all=False,
         slots=40,
         prompt=100,
         each=dict(kl=[0.5, 0.6, 0.7]),
@@ -58,7 +57,6 @@ def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
     # without a budget: what it kept
     row["keep_ratio"] = None
     assert table.budget(row) == "(40 %)"
-    assert table.budget(row | dict(keeps_all=True)) == "all"
     assert table.budget(row | dict(slots=100)) == "all"
 
 
