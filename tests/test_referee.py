@@ -4,16 +4,20 @@ import numpy as np
 import torch
 
 from common import tasks
-from lab import benchmark, methods_by_name, retrieval, table
-from nanollm import TINY, checkpoint
+from lab import benchmark
+from lab.methods_by_name import pick
+from lab.retrieval import maker
+from lab.table import row_of
+from nanollm import TINY
 from nanollm.cache import Slots, cache_bytes, compress, crop, make_cache
+from nanollm.checkpoint import from_hf
 
 N, T = 3, 88  # documents of each task, and texts; their tokens
 CUT, NEW = 79, 8  # a text's prompt, and what follows; the token between is read twice
 APPEND = {"full": None, "ada_kv+critical": 0.5, "kvzip": 0.1}
 KEEP = APPEND | {"h2o": 0.7, "scissorhands": 0.7, "quantized_2": None}
-METHODS = methods_by_name.pick([*KEEP])
-MODEL = checkpoint.from_hf(TINY)
+METHODS = pick([*KEEP])
+MODEL = from_hf(TINY)
 TASKS = tasks("test")
 
 
@@ -84,8 +88,8 @@ def measured(name, text):
 
 
 def row_by_hand(name):
-    each = {}
-    row = dict(method=name, keep_ratio=KEEP[name], tokens=T, prompt=CUT, each=each)
+    row = dict(keep_ratio=KEEP[name], tokens=T, prompt=CUT)
+    row["each"] = each = {}
     for aware, setting in enumerate(("agnostic", "aware")):
         for task in benchmark.TASKS:
             batch, key = TASKS.batch(task, 1, N, T), f"{task}_{setting}"
@@ -93,7 +97,8 @@ def row_by_hand(name):
             each[key] = [is_right(name, batch, aware, text) for text in texts]
             row[key] = np.mean(each[key])
             row[f"{key}_se"] = np.std(each[key], ddof=1) / N**0.5
-        row[setting] = np.mean([row[f"{task}_{setting}"] for task in benchmark.TASKS])
+        means = [row[f"{task}_{setting}"] for task in benchmark.TASKS]
+        row[setting] = np.mean(means)
 
     texts = [measured(name, text) for text in benchmark.text_windows(TASKS, N, T)]
     for key in texts[0]:
@@ -117,11 +122,10 @@ def test_rows_are_what_a_reader_measures(monkeypatch, subtests):
     partly = set()
     for name, keep in KEEP.items():
         with subtests.test(name):
-            make = retrieval.maker(
-                MODEL, METHODS[name].kind, keep, **METHODS[name].options
-            )
+            make = maker(MODEL, METHODS[name].kind, keep, **METHODS[name].options)
             row = benchmark.run(parts, MODEL, make, alone=True)
-            row = table.row_of(name, keep, T, {}, row)
+            row = row_of(name, keep, T, {}, row)
+            del row["method"]
             close = dict(rtol=1e-5, atol=1e-5, check_dtype=False)
             torch.testing.assert_close(row, row_by_hand(name), **close)
             partly |= {key for key in row if "_se" in key and row[key]}
