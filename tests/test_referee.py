@@ -39,7 +39,8 @@ def compressed(name, tokens, cut=CUT, whole=CUT, full=()):
         options = options | dict(budget=round(KEEP[name] * whole))
     caches = make_cache(MODEL, METHODS[name].kind, **options)
     for layer, other in zip(full, caches):  # `full` answers the decoder for them
-        layer.other, layer.l1 = other, []
+        layer.other = other
+        layer.l1 = []
     MODEL(tokens[None], full or caches)
     crop([*full, *caches], cut)
     compress(MODEL, tokens[None, :cut], caches)
@@ -63,14 +64,17 @@ def is_right(name, batch, aware, tokens):
 
 def measured(name, text):
     """Return a text's fields of the row, and the −log p of its true tokens."""
-    prompt, after = text[: CUT + 1], text[CUT:-1]
+    prompt = text[: CUT + 1]
+    after = text[CUT:-1]
     full = make_cache(MODEL, store=Full)
     compressed(name, prompt, full=full)
     caches = compressed(name, prompt)
     held = lambda: sum((x.positions() < x.seen).sum().item() for x in caches)
     start = held()
-    p, q = read(after, full), read(after, caches)
-    end, live = held(), cache_bytes(caches)[0]
+    p = read(after, full)
+    q = read(after, caches)
+    end = held()
+    live = cache_bytes(caches)[0]
     exact = sum((x.pos < x.seen).sum().item() for x in caches)
     if name in APPEND:  # fed at once in lab; a full buffer grows by a tenth of that
         caches = compressed(name, prompt)
@@ -92,7 +96,8 @@ def row_by_hand(name):
     row["each"] = each = {}
     for aware, setting in enumerate(("agnostic", "aware")):
         for task in benchmark.TASKS:
-            batch, key = TASKS.batch(task, 1, N, T), f"{task}_{setting}"
+            batch = TASKS.batch(task, 1, N, T)
+            key = f"{task}_{setting}"
             texts = torch.tensor(batch.tokens)
             each[key] = [is_right(name, batch, aware, text) for text in texts]
             row[key] = np.mean(each[key])
