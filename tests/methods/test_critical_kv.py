@@ -19,6 +19,7 @@ from nanollm.window import Window
 from windows import (
     AGAIN,
     GROUPED,
+    OTHER_TURNS,
     PROMPTS,
     TIED,
     TURNS,
@@ -48,7 +49,7 @@ def test_slots_outputs_and_bytes_equal_the_loops(case, prompt):
     check_walk(CASES[case], prompt)
 
 
-@each_walk(ON_ADA, *PROMPTS, *TURNS)
+@each_walk(ON_ADA, *PROMPTS, *TURNS, *OTHER_TURNS)
 def test_slots_equal_the_loops_in_every_shape_of_prompt(case, prompt):
     check_walk(ON_ADA[case], prompt)
 

