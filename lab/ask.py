@@ -1,4 +1,4 @@
-"""python -m nanollm ask: answer questions from a cache that `compress` saved, without the text."""
+"""python -m nanollm ask: answer questions from a cache that `compress` saved."""
 
 import argparse
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Compare methods that compress the KV cache: right answers, KL divergence and bytes of each.
+"""Compare methods that compress the KV cache by their answers, KL divergence and bytes.
 
     python -m nanollm                  the short table: main methods, keep ratio 25 %: 15 seconds
     python -m nanollm --all            every method, keep ratios 50, 25, 12.5, 6.25 %: ten minutes

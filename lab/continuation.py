@@ -1,4 +1,4 @@
-"""Measure how a compressed cache continues a text: perplexity, KL, attention outputs and bytes.
+"""Measure how a compressed cache continues a text: perplexity, KL, outputs and bytes.
 
 The full cache's predictions and attention outputs, the `Reference`, are computed once for all
 methods.

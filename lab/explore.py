@@ -1,6 +1,7 @@
-"""python -m nanollm explore: write docs/index.html, one file in which a decoder runs and forgets.
+"""python -m nanollm explore: write a page in which a decoder runs and forgets.
 
-The page works without network or installation. Its parts are in lab/explorer/.
+The page, docs/index.html, is one file and works without network or installation. Its parts are in
+lab/explorer/.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""python -m nanollm generate: continue a text, or show what a method keeps of a built-in page."""
+"""python -m nanollm generate: continue a text, or show what a method keeps of a page."""
 
 import argparse
 from collections.abc import Iterator

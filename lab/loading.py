@@ -1,4 +1,4 @@
-"""Load what a command runs: the decoder, its tokenizer, and what methods learn of the decoder."""
+"""Load what a command runs: a decoder, its tokenizer, and what methods learn of it."""
 
 from functools import cached_property, lru_cache
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""The papers' numbered claims: words (*.md), rules on measurements, the command, and CLAIMS.md."""
+"""The papers' numbered claims: words (*.md), rules on measurements, and a command."""

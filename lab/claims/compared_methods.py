@@ -1,4 +1,4 @@
-"""The methods that CriticalKV's claims compare (arXiv 2502.03805), and long answers (Table 7)."""
+"""List what CriticalKV's claims (arXiv 2502.03805) compare; measure long answers (Table 7)."""
 
 from itertools import pairwise
 
@@ -43,11 +43,11 @@ METHODS["SnapKV+critical, stage 2 pooled"] = SnapKV, POOLED
 
 @torch.no_grad()
 def long_answer(model, texts: Tensor, *selections, **options) -> Tensor:
-    """Return the KL of short prompts and long answers, (selections, texts); options are SnapKV's.
+    """Return the KL of short prompts and long answers, (selections, texts).
 
     As in Table 7, a sixteenth of each text (B, T) is the prompt, and the rest is the answer.
     Whenever the cache holds half of the text, it is compressed to an eighth; in between it only
-    appends.
+    appends. options: SnapKV's.
     """
     T = texts.shape[1]
     full = model(texts[:, :-1])[:, T // 16 :].log_softmax(-1)

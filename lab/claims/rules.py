@@ -294,8 +294,12 @@ def C2(on: Subject) -> Finding:
         alike[f"similarity, {name}"] = jaccard.mean((1, 2)).cpu()
     more = mean(alike["similarity, chunks"] - alike["similarity, SnapKV"])
 
-    alone = on.answered(ChunkKV, 0.25, "unmarked pairs", **WINDOW, reuse=1)
-    reuse = on.answered(ChunkKV, 0.25, "unmarked pairs", **WINDOW, reuse=2)
+    def pairs_found(reuse: int) -> Tensor:
+        options = WINDOW | dict(reuse=reuse)
+        return on.answered(ChunkKV, 0.25, "unmarked pairs", **options)
+
+    alone = pairs_found(1)
+    reuse = pairs_found(2)
     pairs = {"pairs, single layers": alone, "pairs, groups of two": reuse}
     verdict = both(above(more), above(mean(reuse - alone), -0.1))
     return Finding(verdict, means(alike | pairs))
@@ -421,7 +425,7 @@ def R10(on: Subject) -> Finding:
 
 
 def R11(on: Subject) -> Finding:
-    """Measure −log p of the texts' last eighth at a tenth of the bytes, with and without a sketch."""
+    """Measure −log p of the texts' last eighth at a tenth of the bytes, and without a sketch."""
     paper = on.rise(KVReviver, 0.1, slack=0, vague=0.1)
     none = on.rise(KVReviver, 0.1, slack=0, vague=0.0)
     verdict = of_large(on.model, below(mean(paper), LITTLE))
@@ -455,10 +459,13 @@ def R14(on: Subject) -> Finding:
     often = mean(on.kl(KVReviver, replace_rate=1.0) - paper)
     seldom = mean(on.kl(KVReviver, replace_rate=1.5) - paper)
     limit = 0.1 * paper.mean().item()
-    return Finding(
-        both(within(often, limit), within(seldom, limit)),
-        {"KL at 1.1": mean(paper), "change at 1.0": often, "change at 1.5": seldom},
-    )
+    verdict = both(within(often, limit), within(seldom, limit))
+    numbers = {
+        "KL at 1.1": mean(paper),
+        "change at 1.0": often,
+        "change at 1.5": seldom,
+    }
+    return Finding(verdict, numbers)
 
 
 def R15(on: Subject) -> Finding:
@@ -467,10 +474,13 @@ def R15(on: Subject) -> Finding:
     few = mean(on.kl(KVReviver, recent=0.2) - paper)
     many = mean(on.kl(KVReviver, recent=0.6) - paper)
     limit = 0.1 * paper.mean().item()
-    return Finding(
-        both(above(few, -limit), above(many, -limit)),
-        {"KL at 0.45": mean(paper), "change at 0.2": few, "change at 0.6": many},
-    )
+    verdict = both(above(few, -limit), above(many, -limit))
+    numbers = {
+        "KL at 0.45": mean(paper),
+        "change at 0.2": few,
+        "change at 0.6": many,
+    }
+    return Finding(verdict, numbers)
 
 
 # ---- Scissorhands ----

@@ -1,4 +1,4 @@
-"""Measure Scissorhands' observations (arXiv 2305.17118, Section 3 and Appendix A) on a decoder.
+"""Measure Scissorhands' observations (arXiv 2305.17118, Section 3, Appendix A) on a decoder.
 
 The paper observes that tokens stay important, that an MLP block hardly changes the direction of its
 input, and that attention weights follow a power law (claim S7).

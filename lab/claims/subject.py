@@ -98,9 +98,10 @@ def of_large(model, verdict: str) -> str:
 
 @dataclass(eq=False)
 class Subject:
-    """A decoder, ours or `Bridged`, with `documents` of each task, of T tokens, and as many texts.
+    """A decoder, ours or `Bridged`, and what is measured on it.
 
-    processes: measure in a process for each core.
+    It has `documents` of each task and as many texts, of T tokens. processes: measure in a process
+    for each core.
     """
 
     model: object

@@ -15,7 +15,14 @@ from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from nanollm.cache import Method, PackedSlots, compress, crop, make_cache
 from nanollm.model import Decoder
 
-V, L, B, H, G, D, T, NEW = 2048, 2, 3, 2, 2, 8, 80, 12
+V = 2048
+L = 2
+B = 3
+H = 2
+G = 2
+D = 8
+T = 80
+NEW = 12
 CUT = T - NEW - 1  # the prompt without its last token; read in two chunks
 SLOT = 2 * D * 4 + 4
 TOKENS = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))

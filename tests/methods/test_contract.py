@@ -44,7 +44,7 @@ for name in [f"{name}+{addition}" for name in VARIANTS for addition in ADDITIONS
         found = pick([name, f"{name}@4"])
         found[name].kind(budget=64, **found[name].options)
         COMPOSED |= found
-KNOWN = CASES | COMPOSED | pick(["tova@3"])
+KNOWN = CASES | COMPOSED | pick(["tova@3", "full@3"])
 BUDGETED = [name for name in KNOWN if KNOWN[name].takes("budget")]
 
 # stores that show other entries than the text's: merged values, tokens read back from a sketch, few
