@@ -29,11 +29,12 @@ def pytest_xdist_auto_num_workers(config):
 
 # these files begin first, in this order, so that no process runs a long one alone at the end
 LONGEST = (
-    "test_methods",
     "test_course",
+    "test_contract",
+    "test_referee",
     "test_readme",
     "test_nano",
-    "test_window_methods",
+    "test_bridge",
     "test_sketch_error",
     "test_compared_methods",
     "test_claims_command",
@@ -56,8 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def typed():
-    """Return typed("python", "-m", MODULE, ...), which runs it in a process that knows only PATH
-    and HOME."""
+    """Return typed("python", "-m", MODULE, ...): it runs in a process with only PATH and HOME."""
     from forks import Forks
 
     with Forks() as forks:
@@ -69,9 +69,11 @@ def poisoned(monkeypatch):
     """Fill with NaN every tensor that is allocated without being filled."""
 
     def full_of_nan(make):
-        return lambda *a, **k: (
-            x.fill_(math.nan) if (x := make(*a, **k)).is_floating_point() else x
-        )
+        def filled(*args, **options):
+            x = make(*args, **options)
+            return x.fill_(math.nan) if x.is_floating_point() else x
+
+        return filled
 
     monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan(torch.Tensor.new_empty))
     monkeypatch.setattr(torch, "empty_like", full_of_nan(torch.empty_like))

@@ -198,7 +198,7 @@ for beta, u in ((.25, 1e6), (.5, 5)):
 #
 # (b) Δ stands in a denominator and is replaced by 0.98 b because $\Delta \le 0.98\,b$. The opposite direction is needed, and it fails: at $u = 5b$, Δ is 0.67 b (second line).
 #
-# The line before the slips is right. Eq. 11 holds only with some probability, but that does not save it (`tests/theory/test_persistence.py`).
+# The line before the slips is right. Eq. 11 holds only with some probability, but that does not save it (`tests/methods/theory/test_persistence.py`).
 #
 # `repaired_bound` uses the proof's threshold and two concentration inequalities. It holds for every number $n$ of draws; `best_bound` takes its best ε. Three laws and budgets:
 

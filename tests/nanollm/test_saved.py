@@ -22,7 +22,7 @@ from methods.baselines.snap_kv import SnapKV
 from lab.one_page import PAGE
 from lab.methods_by_name import Variant, pick
 
-METHODS, ROOT = pick([]), Path(__file__).parents[1]
+METHODS, ROOT = pick([]), Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -658,7 +658,7 @@ def test_each_layer_is_asked_how_it_rotates(monkeypatch, family, config, turns):
             with pytest.raises(
                 ValueError, match="how this model rotates its keys is not known"
             ):
-                layer.freq
+                _ = layer.freq
             continue
         assert turn == float(layer.freq.any())
         moved = rotate(layer.k[:, :, :1], *rope(layer.freq, torch.tensor([8])))
