@@ -7,12 +7,11 @@ import torch
 
 from common import decoder, tasks
 from lab import retrieval
-from lab.benchmark import build, replayed_or_read
+from lab.benchmark import Benchmark, replayed_or_read
 from lab.continuation import continuation, reference
-from lab.replay import CannotReplay, Recorder, Recording, feed, record, replay
+from lab.replay import CannotReplay, Recorder, feed, record, replay
 from lab.retrieval import maker, prompt_and_question, reading_within, retrieve
 from methods.baselines.h2o import H2O
-from methods.baselines.random_eviction import RandomEviction
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.streaming_llm import StreamingLLM
 from methods.chunk_kv import ChunkKV, Chunks
@@ -27,10 +26,8 @@ TOKENS = torch.randint(0, V, (3, T), generator=torch.Generator().manual_seed(1))
 ENDS = torch.arange(V) % 4 == 0
 WINDOW = dict(budget=12, window_size=5)
 METHODS = {
-    "full": (Method, {}),
     "h2o": (H2O, dict(budget=10)),
     "streaming_llm": (StreamingLLM, dict(budget=6)),
-    "random": (RandomEviction, dict(budget=9)),
     "critical": (SnapKV, WINDOW | dict(select=Critical())),
     "residual": (SnapKV, WINDOW | dict(select=Residual())),
     "reuse": (ChunkKV, WINDOW | dict(select=Chunks(3), reuse=2)),
@@ -47,46 +44,6 @@ def model():
 @pytest.fixture(scope="module")
 def full(model):
     return reference(model, TOKENS, NEW)
-
-
-# ---- recordings ----
-
-
-def test_a_recording_is_what_the_layers_were_given(model):
-    given = [[], []]
-    outputs = [[], []]
-
-    class Spy(Slots):
-        def attend(self, q, k, v, pos):
-            y = super().attend(q, k, v, pos)
-            given[self.index].append((q, k, v, pos))
-            outputs[self.index].append(y)
-            return y
-
-    layers = make_cache(model, store=Recorder)
-    spies = make_cache(model, store=Spy)
-    for part in TOKENS[:, :70], TOKENS[:, 70:71], TOKENS[:, 71:]:
-        for calls in (*given, *outputs):
-            calls.clear()
-        feed(model, part, layers)
-        feed(model, part, spies)
-        for layer, calls, ys in zip(layers, given, outputs):
-            recording, y = layer.take()
-            q, k, v, pos = zip(*calls)
-            assert recording.q.equal(torch.cat(q, 2))
-            assert recording.k.equal(torch.cat(k, 2))
-            assert recording.v.equal(torch.cat(v, 2))
-            assert recording.pos.equal(torch.cat(pos, 1))
-            assert y.equal(torch.cat(ys, 2))
-
-
-def test_a_recording_is_cut_into_pieces():
-    q = torch.arange(14.0).view(1, 1, 7, 2)
-    recording = Recording(q, q + 1, q + 2, torch.arange(7)[None])
-    pieces = [*recording.split(3)]
-    assert [piece.length for piece in pieces] == [3, 3, 1]
-    for whole, *parts in zip(recording, *pieces):
-        assert torch.cat(parts, -1 if whole.dim() == 2 else 2).equal(whole)
 
 
 def test_without_tokens_there_is_no_recording(model):
@@ -120,14 +77,9 @@ def close(one, other):
 def recorded(model):
     """Return documents with their recordings; the question of the first is one token."""
     batch = SimpleNamespace(tokens=TOKENS.numpy(), question=70, answers=[slice(71, 73)])
-    recorders = make_cache(model, store=Recorder)
-    parts = prompt_and_question(model, batch)[1:]
-    documents = [(batch, [record(model, recorders, part) for part in parts])]
-    for part in build(model, tasks("test"), 320, 4):
-        documents += [
-            (part.batches[task], part.recordings[task]) for task in part.batches
-        ]
-    return documents
+    documents = dict(short=batch, needle=tasks("test").batch("needle", 0, 4, 320))
+    part = Benchmark.read(model, documents)
+    return [(batch, part.recordings[name]) for name, batch in documents.items()]
 
 
 @pytest.mark.parametrize("kind, options", METHODS.values(), ids=METHODS)
@@ -230,10 +182,3 @@ def test_what_evicts_while_it_reads_cannot_replay(model, full):
     read = make_cache(model, Scissorhands, budget=T)
     feed(model, full.prompt, read)
     same_state(roomy, read)
-
-
-def test_the_bytes_are_those_of_a_part_written_at_once(model, full):
-    caches = make_cache(model)
-    n = full.prompt.shape[1]
-    slot = 2 * 8 * 4 + 4
-    assert replay([full.recording], caches) == 2 * 3 * 2 * n * slot
