@@ -1,6 +1,6 @@
 // Six methods, and what the page asks of the worker. It follows decoder.js in the same worker.
 //
-// Read it beside methods/ and lab/example_page.py. Kept entries, bytes and answers are Python's
+// Read it beside methods/ and lab/one_page.py. Kept entries, bytes and answers are Python's
 // (tests/lab/test_explore.py compares them).
 "use strict";
 
@@ -126,7 +126,7 @@ function mersenne(seed) {
   };
 }
 
-// ---- a text and a question, as in lab/example_page.py --------------------------------------------------
+// ---- a text and a question, as in lab/one_page.py --------------------------------------------------
 
 class Reading {
   // Read text and question once with the full cache. Every method starts from its entries.
