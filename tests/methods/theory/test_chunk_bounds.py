@@ -6,7 +6,7 @@ from itertools import combinations, product
 from math import log
 
 from hypothesis import strategies as st
-import pytest
+from pytest import approx, mark
 import torch
 import torch.nn.functional as F
 
@@ -19,7 +19,6 @@ from lab.retrieval import maker, retrieve
 from lab.tasks import Unmarked
 from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks, grid
-from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from methods.theory.chunk_bounds import (
     answer_bound,
     bounds,
@@ -32,7 +31,7 @@ from methods.theory.chunk_bounds import (
     token_divergences,
     token_noise,
 )
-from nanollm import TINY, checkpoint, tokenizer
+from nanollm import TINY, checkpoint
 from nanollm.cache import Method, compress, crop
 from nanollm.window import WindowMethod
 
@@ -68,21 +67,17 @@ def kl(p, q, kept, given=()):
     p_kept, q_kept = marginal(p, kept), marginal(q, kept)
     total = 0.0
     for values, chance in p_kept.items():
-        if not chance:
-            continue
         first = values[: len(given)]
-        conditional = chance / p_given[first]
-        other = q_kept[values] / q_given[first]
-        total += chance * log(conditional / other)
+        if chance:
+            ratio = chance / p_given[first] * q_given[first] / q_kept[values]
+            total += chance * log(ratio)
     return total
 
 
 def subsets(k):
     """Return all subsets of 0 … k − 1, as sorted lists."""
-    result = []
-    for size in range(k + 1):
-        result += [[*kept] for kept in combinations(range(k), size)]
-    return result
+    sizes = range(k + 1)
+    return [[*kept] for size in sizes for kept in combinations(range(k), size)]
 
 
 def step(table, theta, delta):
@@ -133,7 +128,7 @@ def test_equations_12_and_15_hold_with_the_remainder(theta, other, k, noise, sha
     assert (bound < torch.inf) == (low > R)
 
 
-@pytest.mark.claim("C3")
+@mark.claim("C3")
 def test_the_papers_equation_12_is_wrong_for_chains_open_or_hidden():
     """Eq. 12 fails without the remainder, for open and hidden chains.
 
@@ -160,11 +155,11 @@ def test_the_papers_equation_12_is_wrong_for_chains_open_or_hidden():
     hidden = lambda theta: markov(theta, 5, 0.1)
     ratios = bounds(hidden, vector(0.3, 0.8), vector(0.2, -0.2))
     paper, repaired = ratios["distance_paper"], ratios["distance_repaired"]
-    assert paper == pytest.approx(0.07808 / 0.08, rel=1e-4)
-    assert repaired == pytest.approx(0.09486 / 0.08, rel=1e-4)
+    assert paper == approx(0.07808 / 0.08, rel=1e-4)
+    assert repaired == approx(0.09486 / 0.08, rel=1e-4)
 
 
-@pytest.mark.claim("C3")
+@mark.claim("C3")
 def test_equation_15_needs_its_o_1_above_and_below(note):
     each, information, R, _ = step(mirrored, vector(0.3), vector(0.2))
     noise = each.sum()
@@ -174,11 +169,8 @@ def test_equation_15_needs_its_o_1_above_and_below(note):
     below = half * distance_bound(noise, information, R)
     both = answer_bound(noise, information, R)
     assert close(information, 2 * half)
-    assert close(bound, 0.0902, 1e-4)
-    assert close(above, 0.1456, 1e-4)
-    assert close(below, 0.2334, 1e-4)
-    assert close(both, 0.3767, 1e-4)
-    assert close(each[-1], 0.1537, 1e-4)
+    found = bound, above, below, both, each[-1]
+    assert close(found, [0.0902, 0.1456, 0.2334, 0.3767, 0.1537], 1e-4)
     note("C3", eq15_bound=float(bound), eq15_kl=float(each[-1]))
 
 
@@ -226,8 +218,6 @@ def asked(task):
 def answered(Method, task="needle", place=None, **options):
     """Return whether each document's question is answered, query-aware."""
     batch, recordings = asked(task)
-    if Method is SemanticChunkKV:
-        options |= dict(ends=tokenizer.boundaries(ENCODING, 2048))
     if place is not None:
         stated = torch.from_numpy(batch.stated)
         options |= dict(select=PlacedChunks(token=stated, place=place))
@@ -241,15 +231,12 @@ def fewer(one, other):
     return difference.mean() > 2 * standard_error(difference)
 
 
-@pytest.mark.claim("C1")
+@mark.claim("C1")
 def test_values_of_two_tokens_are_lost_where_the_grid_cuts_them_in_two(note):
     # pooled window scores count beside a cut, too
-    right = dict(
-        cut=answered(ChunkKV, place=9).mean(),
-        inside=answered(ChunkKV, place=4).mean(),
-        grid=answered(ChunkKV).mean(),
-        pooled=answered(ChunkKV, kernel_size=7, select=Chunks(score="max")).mean(),
-    )
+    pooled = dict(kernel_size=7, select=Chunks(score="max"))
+    options = dict(cut=dict(place=9), inside=dict(place=4), grid={}, pooled=pooled)
+    right = {name: answered(ChunkKV, **some).mean() for name, some in options.items()}
     assert right["cut"] < 0.3
     assert right["cut"] < right["grid"] < right["inside"]
     assert right["inside"] > 0.9
@@ -257,7 +244,7 @@ def test_values_of_two_tokens_are_lost_where_the_grid_cuts_them_in_two(note):
     note("C1", **right)
 
 
-@pytest.mark.claim("C2")
+@mark.claim("C2")
 def test_layers_from_layer_1_on_can_share_one_choice(note):
     alone = answered(ChunkKV, "pairs").mean()
     later = answered(FromLayer1, "pairs", reuse=5).mean()
@@ -281,15 +268,13 @@ def lesson(batch, Method, keep_ratio, **options):
     shares = []
     for mask, begins in zip(held(caches, batch.question), lines):
         first = [*begins.nonzero()[0], batch.question]
-        whole = []
-        for a, b in zip(first, first[1:]):
-            whole.append(mask[..., a:b].all(-1))
+        whole = [mask[..., a:b].all(-1) for a, b in zip(first, first[1:])]
         shares.append(torch.stack(whole).float().mean())
     logits = shipped()(tokens[:, start - 1 : start], caches)[:, -1]
     return logits.log_softmax(-1), torch.stack(shares)
 
 
-@pytest.mark.claim("C3")
+@mark.claim("C3")
 @torch.inference_mode()
 def test_chunks_keep_more_examples_whole_which_does_not_decide_the_answer(note):
     batch = tasks("test").batch("few_shot", 2, 12, 256, shots=16)
