@@ -1,6 +1,6 @@
 """The decoder against transformers: tiny random models of every kind that it reads."""
 
-import pytest
+from pytest import approx, fixture, mark, raises
 import torch
 import torch.nn.functional as F
 
@@ -10,7 +10,7 @@ from nanollm.model import Decoder
 from oracle import CASES, TOKENS, oracle, same, tiny
 
 
-@pytest.fixture(scope="module", params=CASES)
+@fixture(scope="module", params=CASES)
 def pair(request, tmp_path_factory):
     """transformers' model and ours, read from the folder it saved."""
     theirs = oracle(request.param)
@@ -50,20 +50,19 @@ def test_given_positions_equal_transformers(pair):
 def test_sequences_end_at_max_len():
     model = Decoder(tiny(family="gpt2"))
     assert model(TOKENS[:, :16]).shape == (2, 16, 61)
-    with pytest.raises(ValueError, match="17 tokens exceed the model's length of 16"):
-        model(TOKENS[:, :17])
     cache = make_cache(model)
     model(TOKENS[:, :15], cache)
-    with pytest.raises(ValueError, match="17 tokens exceed"):
-        model(TOKENS[:, :2], cache)
+    for call in (TOKENS[:, :17],), (TOKENS[:, :2], cache):
+        with raises(ValueError, match="17 tokens exceed .* 16"):
+            model(*call)
     model(TOKENS[:, :1], cache)  # the refused call left no trace
 
 
 FIVE = TOKENS[:, :5]
-NO_TOKENS = r"tokens are torch.* of shape .*; they must be an int64 tensor"
+NO_TOKENS = "must be an int64 tensor"
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "call, message",
     [
         (dict(last=0), "last 0 must be a whole number from 1 to 5"),
@@ -78,13 +77,13 @@ def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, mes
     model = Decoder(tiny(family="gpt2"))
     cache = make_cache(model)
     call = dict(tokens=FIVE, cache=cache) | call
-    with pytest.raises(ValueError, match=message) as error:
+    with raises(ValueError, match=message) as error:
         model(**call)
     assert "\n" not in str(error.value)
     assert [memory.seen for memory in cache] == [0, 0]
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "changed, message",
     [
         (dict(family="bert"), "family 'bert' is unknown"),
@@ -95,7 +94,7 @@ def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, mes
     ],
 )
 def test_a_bad_config_is_refused(changed, message):
-    with pytest.raises(ValueError, match=message):
+    with raises(ValueError, match=message):
         tiny(**changed)
 
 
@@ -110,7 +109,7 @@ def test_gradients_reach_every_parameter():
     for family in "llama", "gpt2":
         model = Decoder(tiny(family=family, **more))
         std = model.blocks[0].mlp.down.weight.std().item()
-        assert std == pytest.approx(0.02 / 4**0.5, rel=0.15)
+        assert std == approx(0.02 / 4**0.5, rel=0.15)
         logits = model(TOKENS[:, :16])
         logits.square().mean().backward()
         for name, p in model.named_parameters():
