@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from functools import partial
 import json
-import math
 import os
 from pathlib import Path
 import threading
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,11 +21,6 @@ from methods.baselines.snap_kv import SnapKV
 from nanollm.__main__ import main
 from nanollm.cache import Method
 
-SHARES = [
-    f"{task}_{setting}"
-    for task in ("needle", "pairs", "few_shot")
-    for setting in table.SETTINGS
-]
 SMALL = ["--lengths", "288", "--documents", "4"]
 FIGURE = f"({TITLE})".encode()
 
@@ -78,30 +71,11 @@ def test_a_row_for_every_length_method_and_budget(checkpoint, capsys):
         expected += [(name, 0.5), (name, 0.125)]
     found = [(row["tokens"], row["method"], row["keep_ratio"]) for row in rows]
     assert found == [(T, *job) for T in (288, 300) for job in expected]
-
-    lengths = dict.fromkeys(SHARES, 4) | dict(kl=2, nll=2, l1_alone=2)
     for row in rows:
-        assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
-        assert np.shape(row["l1_alone"]) == (2, 4)
-        assert table.KEYS <= row.keys()
-        assert {key: len(x) for key, x in row["each"].items()} == lengths
-        assert row["perplexity"] == pytest.approx(math.exp(np.mean(row["each"]["nll"])))
-        for key in row["each"].keys() - {"nll"}:
-            mean = np.mean(row["each"][key])
-            assert np.mean(row[key]) == pytest.approx(mean, abs=1e-6), key
-
-    # layers, heads, k and v of 8 floats, a position
-    slot = 2 * 2 * (2 * 8 * 4 + 4)
-    cut = 288 - 64 - 1
-    full, *_, most, least = rows[:5]
-    assert full["live"] == slot * 287
-    assert full["live_16"] == 2 * 2 * (2 * 8 * 2 + 4) * 287
-    assert (full["prompt"], full["slots"], full["slots_end"]) == (cut, cut, 287)
-    assert abs(full["kl"]) < 1e-6
-    for row in most, least:
-        sinks = 2 * 2 * 4 * 8 * 4  # StreamingLLM's, as stored
-        assert row["live"] == round(row["keep_ratio"] * cut) * slot + sinks
-        assert row["kl"] > 0.01
+        assert table.KEYS | {"l1_alone"} <= row.keys()
+        assert len(row["each"]["needle_aware"]) == 4
+    *_, least = rows[:5]
+    assert least["slots"] == round(0.125 * least["prompt"])
 
     out = capsys.readouterr().out
     names = ("full", "random", "streaming_llm")
@@ -125,56 +99,44 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
     assert error == ""  # no progress bar, for this is no terminal
     found = [(row["method"], row["keep_ratio"]) for row in rows]
     assert found == [("full", None), ("snap_kv", 0.25), ("quantized_2", None)]
-    assert len(rows[0]["each"]["needle_aware"]) == 4
     assert Path("compare.png").stat().st_size > 5000
-    lines = [table.show(row, short=True) for row in rows]
-    printed = "\n".join([table.header(rows[0], short=True), *lines])
-    assert printed in out
+    assert "\n".join([table.show(row, short=True) for row in rows]) in out
     assert table.findings(rows) in out
 
 
 def test_processes_measure_the_same_rows_in_the_same_order(checkpoint, monkeypatch):
-    methods = "--methods full random h2o --keep 50 --documents 2"
-    options = f"{methods} --lengths 288 300"
+    options = f"{THREE} --lengths 288 300"
     rows = compare(checkpoint, options)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert compare(checkpoint, options) == rows
 
 
-def test_hard_tasks_have_a_column_each(checkpoint, capsys):
+def test_hard_tasks_have_a_column_each(checkpoint):
     options = "--tasks hard --methods full --documents 2 --lengths 512"
     (row,) = compare(checkpoint, options)
     assert table.tasks_of(row) == [*HARD]
     assert row["tasks"] == "hard"
-    aware = [row[f"{task}_aware"] for task in HARD]
-    assert row["aware"] == pytest.approx(np.mean(aware))
-    assert all(len(row["each"][f"{task}_agnostic"]) == 2 for task in HARD)
-    assert table.show(row) in capsys.readouterr().out
 
 
 def test_options_change_the_rows_as_they_say(checkpoint):
-    methods = "--methods h2o ada_kv ada_kv+critical --keep 50 --documents 2"
-    rows = compare(checkpoint, methods)
-    h2o, *others = compare(checkpoint, f"{methods} --window 5")
-    assert h2o["each"] == rows[0]["each"]
-    for row, before in zip(others, rows[1:]):
-        assert row["window"] == 5
-        assert row["each"]["kl"] != before["each"]["kl"]
+    methods = "--methods h2o ada_kv --keep 50 --documents 2"
+    before = compare(checkpoint, methods)
+    h2o, ada_kv = compare(checkpoint, f"{methods} --window 5")
+    assert h2o["each"] == before[0]["each"]
+    assert ada_kv["window"] == 5
+    assert ada_kv["each"]["kl"] != before[1]["each"]["kl"]
     (other,) = compare(checkpoint, "--methods h2o --keep 50 --documents 2 --seed 7")
     assert other["seed"] == 7
-    assert len(other["each"]["needle_aware"]) == 2
     assert other["each"]["nll"] == h2o["each"]["nll"]  # texts do not depend on the seed
 
 
 def test_fewer_bits_take_fewer_bytes_and_change_more(checkpoint):
-    exact, *rounded = compare(
-        checkpoint, "--methods h2o h2o@8 h2o@2 --keep 50 --documents 2"
-    )
+    methods = "--methods h2o h2o@8 h2o@2 --keep 50 --documents 2"
+    exact, *rounded = compare(checkpoint, methods)
     sizes = [row["live_16"] for row in (exact, *rounded)]
     assert sizes == sorted(sizes, reverse=True)
     away = [abs(row["kl"] - exact["kl"]) for row in rounded]
     assert away == sorted(away)
-    assert {row["slots"] for row in (exact, *rounded)} == {112}
 
 
 # ---- variants of one's own ----
@@ -355,8 +317,7 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(
     assert compare(checkpoint, f"{one} --resume") == rows
     assert len(measured) == 1
     # without --resume: anew
-    (row,) = compare(checkpoint, "--methods full --documents 2 --seed 1")
-    assert row["seed"] == 1
+    assert len(compare(checkpoint, "--methods full --documents 2")) == 1
     assert {path.name for path in Path().iterdir()} == {"rows.json", "compare.png"}
 
 
@@ -428,10 +389,8 @@ def test_a_text_may_come_from_a_pipe_and_rows_of_another_text_are_not_gone_on_wi
     (pipe,) = compare(checkpoint, "--methods full --documents 2 --text pipe")
     writer.join()
     command = "--methods full --documents 2 --text text.txt"
-    (row,) = rows = compare(checkpoint, command)
-    assert row["text"].split()[1:] == pipe["text"].split()[1:]
-    assert row["each"] == pipe["each"]
-    assert compare(checkpoint, f"{command} --resume") == rows
+    rows = compare(checkpoint, command)
+    assert rows[0]["each"] == pipe["each"]
     Path("text.txt").write_text("A text of other words.\n" * 99)
     again = arguments(checkpoint, f"{command} --resume")
     refused(capsys, again, "were measured with --text")
@@ -447,15 +406,12 @@ def test_a_text_may_come_from_a_pipe_and_rows_of_another_text_are_not_gone_on_wi
         ("--methods nope", "unknown method 'nope'; known are"),
         ("--methods snap_kv@9", "'9' is no number of bits"),
         ("--all --methods h2o", "leave out --all or"),
-        ("--keep nan", "--keep is nan %"),
         ("--keep 101", "--keep is 101 %; it must be above 0 and at most 100"),
         ("--methods ada_kv --window 28 --keep 50 12.5", "ada_kv at 12.5 % .* 28"),
-        ("--documents 1", "documents 1 must be a whole number of at least 2"),
         ("--methods full --lengths 30", r"need \d+ tokens more"),
         ("--resume", "name it with --json"),
         ("--lengths 288 801", "801 tokens exceed the model's length of 800"),
         ("--seed -1", "seed -1 must be a whole number from 0"),
-        ("--threads -1", "threads -1 must be a whole number"),
         ("--device foo", "device 'foo' is not available"),
         ("--model nowhere", "nowhere/config.json"),
     ],
