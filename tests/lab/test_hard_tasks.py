@@ -25,7 +25,7 @@ def documents(task, seed=0, B=8, T=400, **options):
         yield decode(tokens[facts]), questions, answers
 
 
-@pytest.mark.parametrize("facts, changed, questions", [(4, 2, 1), (5, 5, 5), (3, 1, 3)])
+@pytest.mark.parametrize("facts, changed, questions", [(4, 2, 1), (3, 1, 3)])
 def test_latest_asks_for_the_last_value_of_facts_that_changed(
     facts, changed, questions
 ):
@@ -46,9 +46,11 @@ def test_latest_asks_for_the_last_value_of_facts_that_changed(
     assert interleaved or facts == 3
 
 
-@pytest.mark.parametrize("hops, chains, questions", [(3, 2, 1), (2, 1, 1), (4, 3, 3)])
+@pytest.mark.parametrize("hops, chains, questions", [(3, 1, 1), (4, 3, 3)])
 def test_hops_write_out_every_step_of_a_chain(hops, chains, questions):
+    """Whose facts stand in any order."""
     options = dict(hops=hops, chains=chains, questions=questions)
+    orders = set()
     for text, asked, answers in documents("hops", **options):
         code = dict(re.findall(r" The code of (\w+) is (\w+)\.", text))
         assert len(code) == hops * chains
@@ -56,23 +58,18 @@ def test_hops_write_out_every_step_of_a_chain(hops, chains, questions):
         for question, answer in zip(asked, answers):
             key = re.fullmatch(ASKED, question)[1]
             written = ""
+            places = []
             for _ in range(hops - 1):
+                places.append([*code].index(key))
                 key = code[key]
                 written += f"{key}. The code of {key} is "
             assert answer == f" {written}{code[key]}"
             assert re.fullmatch(r"\d{4}", code[key])
+            orders.add(places == sorted(places))
+    assert orders == {True, False}
 
 
-def test_facts_of_a_chain_stand_in_any_order():
-    orders = set()
-    for text, *_ in documents("hops", hops=3, chains=1):
-        code = dict(re.findall(r" The code of (\w+) is (\w+)\.", text))
-        places = {key: i for i, key in enumerate(code)}
-        orders.add(tuple(places.get(value) for value in code.values()))
-    assert len(orders) > 1
-
-
-@pytest.mark.parametrize("kinds, values, questions", [(2, 4, 1), (1, 2, 1), (3, 3, 2)])
+@pytest.mark.parametrize("kinds, values, questions", [(2, 4, 1), (3, 3, 2)])
 def test_list_asks_for_all_numbers_of_a_kind_in_order(kinds, values, questions):
     options = dict(kinds=kinds, values=values, questions=questions)
     for text, asked, answers in documents("list", **options):
@@ -87,7 +84,7 @@ def test_list_asks_for_all_numbers_of_a_kind_in_order(kinds, values, questions):
             del asked[:values], answers[:values]
 
 
-@pytest.mark.parametrize("votes, labels", [(12, 3), (5, 4), (9, 2)])
+@pytest.mark.parametrize("votes, labels", [(12, 3), (5, 4)])
 def test_count_has_one_label_with_most_of_the_votes(votes, labels):
     last = 0
     options = dict(votes=votes, labels=labels)
