@@ -3,10 +3,9 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
+from pytest import fixture, mark, raises
 from safetensors.torch import save_file
 import torch
-from torch import Tensor
 
 from common import ENCODING, checkpoint_of_two_layers, decoder, tasks
 from nanollm import LEARNED, TINY
@@ -25,7 +24,7 @@ from lab.methods_by_name import Variant, pick
 METHODS, ROOT = pick([]), Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def model():
     return from_hf(TINY)
 
@@ -51,13 +50,13 @@ def read(model, variant, B=2, T=120, **options):
     return caches, tokens[:, T:]
 
 
-def answers(model, caches, after) -> list[Tensor]:
-    """Return logits of tokens (B, 8): of two one by one, of four at once, and of two one by one."""
-    with torch.no_grad():
-        return [model(part, caches) for part in after.split([1, 1, 4, 1, 1], 1)]
+@torch.no_grad()
+def answers(model, caches, after, sizes=(1, 1, 4, 1, 1)):
+    """Return logits (B, 8, V): of two tokens one by one, of four at once, and of two one by one."""
+    return torch.cat([model(part, caches) for part in after.split(sizes, 1)], 1)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@mark.parametrize("name", METHODS)
 def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(name, tmp_path):
     model = decoder(vocab_size=2048, max_len=256)
     caches, after = read(model, METHODS[name])
@@ -66,13 +65,9 @@ def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(name, tmp_path)
     fresh = caches_of(model, METHODS[name], **header(file)["options"])
     load(file, fresh)
     assert header(file)["note"] == dict(method=name)
-    assert all(
-        map(torch.equal, answers(model, caches, after), answers(model, fresh, after))
-    )
-    # live
-    assert [cache.bytes()[0] for cache in fresh] == [
-        cache.bytes()[0] for cache in caches
-    ]
+    assert torch.equal(answers(model, caches, after), answers(model, fresh, after))
+    for one, other in zip(fresh, caches):
+        assert one.bytes()[0] == other.bytes()[0]  # live
 
 
 ELSEWHERE = """
@@ -95,31 +90,20 @@ torch.save(logits, f"{folder}/logits.pt")
 """
 
 
-@torch.no_grad()
 def test_a_file_is_answered_bit_for_bit_in_another_process(typed, tmp_path):
     model, expected = from_hf(checkpoint_of_two_layers(tmp_path)), {}
-    for name in (
-        "kvzip@4",
-        "quantized_4",
-        "snap_kv",
-        "kvzip_fast",
-        "streaming_llm",
-        "kv_reviver",
-        "random",
-    ):
+    names = "kvzip@4 quantized_4 snap_kv kvzip_fast streaming_llm kv_reviver random"
+    for name in names.split():
         caches, after = read(model, METHODS[name])
         save(caches, tmp_path / name)
-        expected[name] = torch.cat(
-            [model(token, caches) for token in after.split(1, 1)], 1
-        )
+        expected[name] = answers(model, caches, after, 1)
     torch.save(after, tmp_path / "after.pt")
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE.replace("ROOT", repr(str(ROOT))))
     done = typed("python", tmp_path / "elsewhere.py", tmp_path, *expected)
     assert done.returncode == 0, done.stderr
     logits = torch.load(tmp_path / "logits.pt")
-    assert [
-        name for name in expected if not torch.equal(logits[name], expected[name])
-    ] == []
+    for name in expected:
+        assert torch.equal(logits[name], expected[name]), name
 
 
 class Odd(Method):
@@ -130,13 +114,11 @@ class Odd(Method):
 
 
 def test_a_state_that_a_file_cannot_hold_is_named(model, tmp_path):
-    with pytest.raises(
-        ValueError, match="Odd cannot be saved: its state.factor is a object"
-    ):
+    with raises(ValueError, match="Odd .* state.factor is a object"):
         save(read(model, Variant(Odd, {}))[0], tmp_path / "page.cache")
     caches = make_cache(model)
     prefill(model, torch.arange(20)[None], caches)
-    with pytest.raises(ValueError, match="the prompt has not ended"):
+    with raises(ValueError, match="the prompt has not ended"):
         save(caches, tmp_path / "page.cache")
     assert not any(tmp_path.iterdir())
 
@@ -146,32 +128,29 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
     file, turned = tmp_path / "page.cache", from_hf(TINY)
     save(caches, file, version=7)  # a note does not change the header
     turned.config.rope_theta = 1e4  # the same weights
-    for other, name, changed, message in (
-        (from_hf(LEARNED), "snap_kv", {}, "was written by another decoder"),
-        (turned, "snap_kv", {}, "was written by another decoder"),
-        (from_hf(TINY, torch.float16), "snap_kv", {}, "read the text, in float32"),
-        (model, "ada_kv", {}, "is of SnapKV with"),
-        (model, "snap_kv", dict(budget=41), "and these caches are SnapKV with .*41"),
+    for other, name, budget, message in (
+        (from_hf(LEARNED), "snap_kv", 40, "another decoder"),
+        (turned, "snap_kv", 40, "another decoder"),
+        (from_hf(TINY, torch.float16), "snap_kv", 40, "in float32"),
+        (model, "ada_kv", 40, "is of SnapKV with"),
+        (model, "snap_kv", 41, "these caches are SnapKV with .*41"),
     ):
-        with pytest.raises(ValueError, match=message):
-            load(
-                file,
-                caches_of(other, METHODS[name], **header(file)["options"] | changed),
-            )
-    with pytest.raises(ValueError, match="have seen 120 tokens"):
+        options = header(file)["options"] | dict(budget=budget)
+        with raises(ValueError, match=message):
+            load(file, caches_of(other, METHODS[name], **options))
+    with raises(ValueError, match="have seen 120 tokens"):
         load(file, caches)
 
     save_file(dict(x=torch.ones(2)), tmp_path / "weights")
     (tmp_path / "cut").write_bytes(file.read_bytes()[:500])
-    (tmp_path / "later").write_bytes(
-        file.read_bytes().replace(b'version\\": 4', b'version\\": 3')
-    )
+    later = file.read_bytes().replace(b'version\\": 4', b'version\\": 3')
+    (tmp_path / "later").write_bytes(later)
     for name, message in (
-        ("weights", "weights is not a saved cache, or damaged"),
-        ("cut", "cut is not a saved cache, or damaged"),
-        ("later", "later is a saved cache of version 3, and this code reads version 4"),
+        ("weights", "not a saved cache"),
+        ("cut", "not a saved cache"),
+        ("later", "version 3, .* version 4"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with raises(ValueError, match=f"{name} .*{message}"):
             header(tmp_path / name)
 
 
@@ -185,10 +164,8 @@ def test_a_memory_of_the_bridge_is_saved_and_loaded(tmp_path):
     save(memory, file)
     fresh = attach(bridged, SnapKV, **header(file)["options"])
     load(file, fresh)
-    logits = [
-        bridged(tokens[:, 79:], past_key_values=x).logits for x in (memory, fresh)
-    ]
-    assert torch.equal(*logits) and fresh.get_seq_length() == 90
+    one, other = (bridged(tokens[:, 79:], past_key_values=x) for x in (memory, fresh))
+    assert torch.equal(one.logits, other.logits) and fresh.get_seq_length() == 90
 
 
 def test_a_question_in_own_words_ends_a_turn_and_the_answer_streams(monkeypatch):
@@ -198,15 +175,13 @@ def test_a_question_in_own_words_ends_a_turn_and_the_answer_streams(monkeypatch)
         fed.append(ids[0].tolist())
         return torch.nn.functional.one_hot(torch.tensor([next(script)]), 20)
 
-    decode = lambda ids: b"".join(
-        x for i in ids for x in [pieces[i].encode()[: 1 if i == ids[-1] == 8 else 9]]
-    ).decode(errors="replace")
-    chat = SimpleNamespace(
-        turn=lambda: ([1, 2], [4, 5]), encode_ordinary=lambda x: [len(x)], decode=decode
-    )
-    plain = SimpleNamespace(
-        encode_ordinary=chat.encode_ordinary, decode=decode, bos=None, n_vocab=20
-    )
+    def decode(ids):  # half of an é at the end is no letter
+        text = "".join(pieces[i] for i in ids)
+        return text[:-1] + "\ufffd" if ids[-1] == 8 else text
+
+    both = dict(encode_ordinary=lambda x: [len(x)], decode=decode)
+    chat = SimpleNamespace(turn=lambda: ([1, 2], [4, 5]), **both)
+    plain = SimpleNamespace(bos=None, n_vocab=20, **both)
     config = SimpleNamespace(max_len=99, bos=None)
     model = SimpleNamespace(config=config, embed=SimpleNamespace(weight=torch.empty(1)))
     monkeypatch.setattr(ask, "prefill", prefill)
@@ -220,33 +195,18 @@ def test_a_question_in_own_words_ends_a_turn_and_the_answer_streams(monkeypatch)
             *ask.answer(model, encoding, [SimpleNamespace(seen=3)], question, 9)
         ] == answer
         assert fed == [first, *([x] for x in tokens[:-1])]
-    assert ask.around(chat, config) == ([1, 2], [4, 5]) and ask.around(
-        plain, config
-    ) == ([], [])
+    assert ask.around(chat, config) == ([1, 2], [4, 5])
+    assert ask.around(plain, config) == ([], [])
 
 
-@pytest.mark.parametrize("folder", [TINY, LEARNED])
+@mark.parametrize("folder", [TINY, LEARNED])
 def test_a_page_is_compressed_once_and_asked_later(folder, tmp_path, capsys):
     page, file = tmp_path / "page.txt", tmp_path / "page.cache"
     page.write_text(PAGE)
-    main(
-        [
-            "compress",
-            "--file",
-            str(page),
-            "--out",
-            str(file),
-            "--model",
-            str(folder),
-            "--keep",
-            "25",
-        ]
-    )
+    main(f"compress --file {page} --out {file} --model {folder} --keep 25".split())
     output = capsys.readouterr().out
-    assert (
-        f"{file.stat().st_size:,} bytes" in output
-        and "tokens read and compressed" in output
-    )
+    assert f"{file.stat().st_size:,} bytes" in output
+    assert "tokens read and compressed" in output
     page.unlink()
     main(["ask", str(file), "The code of table is", " The code of star is "])
     lines = capsys.readouterr().out.splitlines()
@@ -264,7 +224,7 @@ def test_what_cannot_be_asked_is_one_line(model, tmp_path, capsys):
         ("in_python.cache", "was not written by"),
         ("nowhere", "nowhere"),
     ):
-        with pytest.raises(SystemExit):
+        with raises(SystemExit):
             main(["ask", str(tmp_path / name), "The code of table is"])
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and message in error
