@@ -29,7 +29,8 @@ def draw(seed, n, sharp=1.0):
     """Return a head's logits (n,), values (n, 3), some zero or equal, and W_O (3, 5)."""
     g = seeded(seed)
     normal = lambda *shape: torch.randn(shape, generator=g, dtype=F64)
-    return sharp * normal(n, 3) @ normal(3), normal(n, 3).round(), normal(3, 5)
+    logits = sharp * normal(n, 3) @ normal(3)
+    return logits, normal(n, 3).round(), normal(3, 5)
 
 
 def head(seed, n, sharp=1.0):
@@ -191,9 +192,15 @@ def heads_that_win(weights, norms, values, budget):
 
     rows = []
     for measure, x in ((theta, norms), (perturbation, values)):
-        kept = heaviest, first | second, ours
-        top_a, staged, least = (measure(weights, x, some) for some in kept)
-        rows.append([lower(staged, top_a), lower(least, top_a), lower(least, staged)])
+        top_a = measure(weights, x, heaviest)
+        staged = measure(weights, x, first | second)
+        least = measure(weights, x, ours)
+        row = [
+            lower(staged, top_a),
+            lower(least, top_a),
+            lower(least, staged),
+        ]
+        rows.append(row)
     return torch.tensor(rows)
 
 
