@@ -35,18 +35,9 @@ def measured() -> dict:
 
 def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
     row = table.row_of("h2o", 0.125, 300, dict(seed=4, documents=5), measured())
-    expected = dict(
-        method="h2o",
-        keep_ratio=0.125,
-        tokens=300,
-        seed=4,
-        live=9 * 1024,
-        live_16=50 * 1024,
-        allocated=6 * 1024,
-    )
-    assert {key: row[key] for key in expected} == expected
-    assert row["aware"] == pytest.approx((0.11 + 0.33 + 0.55) / 3)
-    assert row["agnostic"] == pytest.approx((0.22 + 0.44 + 0.75) / 3)
+    expected = dict(method="h2o", keep_ratio=0.125, tokens=300, seed=4)
+    assert row | expected == row
+    assert row["live_16"] == 50 * 1024  # of one text
     first = ["h2o", "12.5", "%", "50", *map("{:.2f}".format, SHARES.values())]
     assert table.show(row, short=True).split() == [*first, "0.567"]
     assert table.show(row).split() == [*first, "12.34", "0.567", "7.62"]
@@ -61,14 +52,11 @@ def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
 
 
 @pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize(
-    "tasks", [["needle", "pairs", "few_shot"], ["hops", "paraphrase"]]
-)
-def test_the_columns_are_the_tasks_of_the_row_and_stand_under_their_names(tasks, short):
+def test_the_columns_are_the_tasks_of_the_row_and_stand_under_their_names(short):
+    tasks = ["hops", "few_shot"]
     shares = {f"{task}_{setting}": 0.5 for task in tasks for setting in table.SETTINGS}
-    others = measured()
-    for key in *SHARES, "needle_aware_se":
-        del others[key]
+    others = {key: x for key, x in measured().items() if key not in SHARES}
+    del others["needle_aware_se"]
     row = table.row_of("h2o", 0.5, 300, dict(seed=4, documents=5), shares | others)
     assert table.tasks_of(row) == tasks
     head, *_, above, names = table.header(row, short).splitlines()
