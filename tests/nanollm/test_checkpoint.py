@@ -4,7 +4,7 @@ import json
 import shutil
 from threading import Thread
 
-import pytest
+from pytest import approx, fixture, mark, raises
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 import torch
@@ -22,7 +22,7 @@ from nanollm.tokenizer import check_vocabulary
 from oracle import CASES, LLAMA3, TOKENS, oracle, same, tiny
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def saved(tmp_path_factory):
     """folder(case): a checkpoint that transformers saved. Not to be changed."""
     folders = {}
@@ -39,7 +39,7 @@ def saved(tmp_path_factory):
 DROP = object()  # as a new value: no such entry
 
 
-@pytest.fixture
+@fixture
 def copy(saved, tmp_path):
     """copy(case, config=…, tensors=…): a checkpoint with other entries and other tensors."""
 
@@ -62,7 +62,7 @@ def changed(content, changes):
 
 def refused(folder, *words, read=from_hf, **options):
     """The folder is refused with a ValueError of one line that has all words."""
-    with pytest.raises(ValueError) as error:
+    with raises(ValueError) as error:
         read(folder, **options)
     assert all(word in str(error.value) for word in words), str(error.value)
     assert len(str(error.value).splitlines()) == 1
@@ -80,7 +80,7 @@ def equal(a: Decoder, b: Decoder):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", [case for case in CASES if "llama" in case])
+@mark.parametrize("case", [case for case in CASES if "llama" in case])
 def test_what_we_write_transformers_opens(saved, tmp_path, case):
     ours = from_hf(saved(case))
     to_hf(ours, tmp_path, torch.float32)
@@ -126,26 +126,25 @@ def test_a_decoder_made_in_another_thread_gets_random_weights_while_one_loads():
         thread.start()
         thread.join()
     weight = made[0].blocks[0].mlp.up.weight
-    assert weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert weight.std().item() == approx(0.02, rel=0.2)
 
 
 def test_what_llamas_form_or_the_dtype_cannot_hold_is_not_written(tmp_path):
     large = Decoder(tiny())
     large.blocks[1].mlp.up.weight.data[0, 0] = 1e5
-    for model, message in (
+    for model, words in (
         (Decoder(tiny(family="gpt2")), "has not Llama's form"),
         (Decoder(tiny(qkv_bias=True)), "has not Llama's form"),
-        (large, "layers.1.mlp.up_proj.weight holds inf or nan as torch.float16"),
+        (large, "layers.1.mlp.up_proj.weight holds inf"),
     ):
-        with pytest.raises(ValueError, match=message):
-            to_hf(model, tmp_path / "new")
+        refused(tmp_path / "new", words, read=lambda folder: to_hf(model, folder))
     assert not (tmp_path / "new").exists()
 
 
 # ---- the forms a checkpoint comes in ---
 
 
-@pytest.mark.parametrize("case", ["gpt2 untied", "llama3.1"])
+@mark.parametrize("case", ["gpt2 untied", "llama3.1"])
 def test_shards(saved, tmp_path, case):
     oracle(case).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -155,7 +154,7 @@ def test_shards(saved, tmp_path, case):
     refused(tmp_path, "Missing key(s)")
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "case, prefix", [("gpt2", "transformer."), ("llama grouped tied", "model.")]
 )
 def test_names_without_prefix(saved, copy, case, prefix):
@@ -172,10 +171,9 @@ def test_tensors_that_follow_from_others_are_ignored(saved, copy):
     }
     equal(from_hf(copy("gpt2", tensors=derived)), from_hf(saved("gpt2")))
     tied = "llama grouped tied"
-    tensors = load_file(saved(tied) / "model.safetensors")
     derived = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "lm_head.weight": oracle(tied).lm_head.weight.detach().clone(),
     }
     equal(from_hf(copy(tied, tensors=derived)), from_hf(saved(tied)))
 
@@ -192,7 +190,7 @@ DEFAULTS = ["n_inner", "tie_word_embeddings"]
 DEFAULTS += ["scale_attn_weights", "add_cross_attention"]
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "case, config",
     [
         ("llama3.1", THETA_APART | OLD_SCALING),
@@ -214,7 +212,7 @@ def test_other_entries_that_say_the_same(saved, copy, case, config):
 LINEAR = {"type": "linear", "factor": 2.0}
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "case, config, words",
     [
         ("llama3.1", dict(model_type="bert"), "'bert' is not one of llama, mistral"),
@@ -243,7 +241,7 @@ BIAS = {NAME.replace("k_proj", "o_proj"): torch.ones(32)}
 WITH_NAN = {NAME: torch.tensor([1.0] * 15 + [torch.nan])}
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "case, tensors, words",
     [
         ("qwen2", {"model.norm.weight": DROP}, 'Missing key(s) in state_dict: "norm'),
