@@ -709,7 +709,7 @@ def test_counts_keep_mostly_the_newest(note):
 
 
 def test_four_bits_leave_sixteen_values_of_each_head_of_a_token():
-    x = torch.randn(2, 3, 5, 16, generator=seeded(0))
+    x = torch.randn(2, 3, 5, 64, generator=seeded(0))
     cache = alone(FourBits(budget=16))
     cache.write(x, 2 * x, torch.arange(5)[None])
     for stored, true in ((cache.k, x), (cache.v, 2 * x)):
