@@ -146,7 +146,8 @@ class Comparison:
                 self.benchmarks = build(
                     self.model, self.tasks, T, args.documents, args.seed, names
                 )
-            yield from zip(some, spread(self.result, some, processes))
+            rows = spread(self.result, some, processes)
+            yield from zip(some, rows, strict=True)
 
     def result(self, job: Job) -> dict | Failed:
         """Return the earlier row of a job, or measure it."""
