@@ -1,4 +1,4 @@
-"""The stored notebooks are what `notebooks/build.py` makes of their sources; nothing is run here."""
+"""The stored notebooks are what `notebooks/build.py` makes of their sources."""
 
 from pathlib import Path
 

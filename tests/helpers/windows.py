@@ -389,7 +389,7 @@ class Walk:
                 self.keep(b, h, min(room, out[h]), out[h], A, torch.tensor(rows[h]))
 
     def rows(self, b, h, w, n):
-        """Return the weights [g][t][i] that the last w queries give: to slots and forgotten tokens."""
+        """Return the weights [g][t][i] that the last w queries give: to slots and forgotten ones."""
         if self.given is not None:
             return self.given[b, h].tolist()
         places = [*self.slots[b, h], *range(n, self.read)]

@@ -149,7 +149,7 @@ def test_a_stream_never_exceeds_the_budget_at_any_moment(note):
 
 
 def weigh(strength, **options):
-    """Return the kept tokens after each, if every query weighs tokens in proportion to `strength`."""
+    """Return the kept tokens after each, if queries weigh tokens in proportion to `strength`."""
     layer = alone(Scissorhands(**options))
     k = torch.zeros(1, 1, len(strength), D)
     k[..., 0] = torch.tensor(strength).log()

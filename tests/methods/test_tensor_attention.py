@@ -1,4 +1,4 @@
-"""Compare tensor attention with plain loops over pairs; check the stores' bytes, a decoder of pairs."""
+"""Compare tensor attention with loops over pairs; check bytes and a decoder of pairs."""
 
 from functools import cache as once, partial
 from itertools import product
@@ -71,7 +71,7 @@ def attend_to(n, q, k1, k2, v1, v2, scale):
 
 
 def text(n=N, integer=False):
-    """Return q (B, H·G, n, D), k and v (B, H, n, 2D) in the decoder's layout, heads inside tokens."""
+    """Return q (B, H·G, n, D), k and v (B, H, n, 2D) laid out as by the decoder, heads inside."""
     q = random(B, n, H * G, D, seed=0).transpose(1, 2)
     k = random(B, n, H, 2 * D, seed=1).transpose(1, 2)
     v = random(B, n, H, 2 * D, seed=2).transpose(1, 2)

@@ -5,7 +5,7 @@ from pathlib import Path
 import shutil
 
 import numpy as np
-import pytest
+from pytest import approx, fixture, mark, raises
 
 from foreign import foreign_checkpoint
 from nanollm import LEARNED
@@ -17,18 +17,18 @@ METHODS = ["full", "h2o", "snap_kv+critical", "quantized_2"]
 FEW = ["--documents", "2", "--lengths", "384", "--keep", "25", "--methods", *METHODS]
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def folder(tmp_path_factory):
     return foreign_checkpoint(tmp_path_factory.mktemp("bytes"), "bytes")
 
 
-@pytest.fixture(scope="module", params=["bytes", "unigram"])
+@fixture(scope="module", params=["bytes", "unigram"])
 def tasks(request, tmp_path_factory):
     folder = foreign_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     return Tasks(hf_tokenizer(folder), "test")
 
 
-@pytest.mark.parametrize("task", ["needle", "pairs", "few_shot", "copy"])
+@mark.parametrize("task", ["needle", "pairs", "few_shot", "copy"])
 def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
     """One answer that the facts determine, and as many tokens as were asked for."""
     encoding, batch = tasks.encoding, tasks.batch(task, 0, 4, 400)
@@ -74,7 +74,7 @@ def test_the_chat_template_tells_what_stands_around_a_user_s_words(folder):
     own = encoding.chat.func.__self__  # transformers' tokenizer
     for template in None, "nothing of it":
         own.chat_template = template
-        with pytest.raises(ValueError, match="chat template"):
+        with raises(ValueError, match="chat template"):
             encoding.turn()
     own.chat_template = (
         "{{ bos_token }}<u>{{ messages[0]['content'] }}</u>"
@@ -86,15 +86,11 @@ def test_the_chat_template_tells_what_stands_around_a_user_s_words(folder):
 
 def test_pieces_are_encoded_as_the_middle_of_a_text(tasks):
     encoding = tasks.encoding
-    pieces = ["\nThe code of", " star", " is", " 6098", "."]
-    pieces += ["\nQ:", " The code of", " star", " is", " 6098"]
+    pieces = ["\nThe code of", " star", " is", " 6098", ".", "\nQ:", " The code of"]
     text = "".join(pieces)
-    whole = encoding.raw([text])[0]
-    ids = []
-    for piece in pieces:
-        ids += encoding.encode_ordinary(piece)
-    assert encoding.decode(whole).split() == text.split()
-    assert encoding.decode(ids).split() == text.split()
+    each = sum(map(encoding.encode_ordinary, pieces), [])
+    for ids in *encoding.raw([text]), each:
+        assert encoding.decode(ids).split() == text.split()
 
 
 def test_compare_and_generate_run_a_foreign_checkpoint(
@@ -105,7 +101,7 @@ def test_compare_and_generate_run_a_foreign_checkpoint(
     out = capsys.readouterr().out
     rows = json.loads(Path("rows.json").read_text())
     assert [row["method"] for row in rows] == METHODS
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert rows[0]["kl"] == approx(0, abs=1e-6)
     assert rows[1]["kl"] > 1e-7
     assert "needle: with this model, the task cannot compare methods" in out
     assert rows[1]["live"] < rows[0]["live"] / 2
@@ -118,17 +114,16 @@ def test_both_engines_make_the_same_rows_of_a_decoder_whose_texts_begin_with_bos
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    few = "--documents 2 --lengths 256 --methods full snap_kv --keep 25".split()
+    few = f"--model {LEARNED} --documents 2 --lengths 256 --methods full snap_kv --keep 25"
     made = []
     for engine in ("ours", "transformers"):
         file = Path(f"{engine}.json")
-        options = ["--engine", engine, "--model", str(LEARNED), "--json", str(file)]
-        main([*options, *few])
+        main(f"--engine {engine} --json {file} {few}".split())
         made.append(json.loads(file.read_text()))
     for ours, theirs in zip(*made, strict=True):
         for key, x in ours.items():
             if isinstance(x, float):
-                assert theirs[key] == pytest.approx(x, rel=2e-2, abs=2e-3), key
+                assert theirs[key] == approx(x, rel=2e-2, abs=2e-3), key
             elif key not in ("engine", "l1", "each"):
                 assert theirs[key] == x, key
 
@@ -136,11 +131,8 @@ def test_both_engines_make_the_same_rows_of_a_decoder_whose_texts_begin_with_bos
 def short_windows(folder):
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    config |= dict(
-        use_sliding_window=True,
-        sliding_window=64,
-        layer_types=2 * ["sliding_attention"],
-    )
+    config |= dict(use_sliding_window=True, sliding_window=64)
+    config["layer_types"] = 2 * ["sliding_attention"]
     file.write_text(json.dumps(config))
 
 
@@ -153,17 +145,13 @@ def no_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
 
 
-def nothing(folder):
-    pass
-
-
-@pytest.mark.parametrize(
+@mark.parametrize(
     "spoil, options, message",
     [
         (short_windows, "", "layer 0 attends to the last 64 tokens alone"),
         (cut_weights, "", "transformers cannot read"),
         (no_tokenizer, "", "transformers cannot read"),
-        (nothing, "--engine ours", "model_type 'qwen3' is not one of"),
+        (Path, "--engine ours", "model_type 'qwen3'"),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -172,10 +160,9 @@ def test_what_is_wrong_is_one_line(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "copy")
     spoil(Path("copy"))
-    with pytest.raises(SystemExit) as stop:
+    with raises(SystemExit) as stop:
         main(["--model", "copy", *FEW, *options.split()])
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
-    errors = [line for line in lines if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert message in errors[0]
+    (error,) = [line for line in lines if line.startswith("error: ")]
+    assert message in error

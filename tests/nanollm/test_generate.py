@@ -1,4 +1,4 @@
-"""Decoding against recomputation from scratch, sampling against the distribution it should draw from."""
+"""Decoding against recomputation from scratch, sampling against its distribution."""
 
 import math
 

@@ -109,7 +109,7 @@ UNLIKE = [[[1, 4, 8], [2, -1, -1]], [[5, 8, -1], [6, 7, -1]]]
     "new, n", [(0, 9), (0, 8), (0, 6), (2, 11), (2, 10), (2, 7), (2, 0)]
 )
 def test_crop_forgets_the_newest_tokens(store, kept, new, n):
-    """Entries of tokens before n are left, and new ones come as if the others had not been there."""
+    """Entries of tokens before n are left, and new ones come as if no others had been there."""
     layer = alone(store=store)
     fill(layer, 9)
     if kept is not None:

@@ -30,7 +30,7 @@ def kept(caches):
 
 
 def reread(model, tokens, caches, own):
-    """Return copies of the caches that read a piece again behind everything, and the 8 tokens before."""
+    """Return copies of the caches that reread a piece behind everything, after 8 tokens before it."""
     again = copied(caches)
     for layer in again:
         layer.method = Recorder()

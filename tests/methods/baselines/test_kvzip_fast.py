@@ -1,4 +1,4 @@
-"""Check Fast KVzip: the gates' inputs and training, and that the entries they score highest stay."""
+"""Check Fast KVzip: the gates' inputs and training, and that the highest scores stay."""
 
 import math
 

@@ -42,7 +42,7 @@ FIRST = torch.tensor([[1000], [7]], dtype=torch.int32)
 
 
 def feed(layer, prompt, chunk, block):
-    """Feed a text, `chunk` tokens at a time in the prompt, then `block`; yield parts and outputs."""
+    """Feed a text, `chunk` prompt tokens at a time, then `block`; yield parts and outputs."""
     for a, b in pairwise([*range(0, prompt, chunk), *range(prompt, T, block), T]):
         pos = FIRST + torch.arange(a, b, dtype=torch.int32)
         y = layer.attend(*(x[:, :, a:b] for x in drawn()), pos)

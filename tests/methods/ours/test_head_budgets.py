@@ -1,4 +1,4 @@
-"""Head budgets: a head's share of the entries, the keys that stay in it, what calibration measures."""
+"""Head budgets: a head's share of the entries, the keys that stay, what calibration measures."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Check the training of gates by questions: its choice and derivative, and that it evicts for real."""
+"""Check the training of gates by questions: choice and derivative; it evicts for real."""
 
 import math
 
