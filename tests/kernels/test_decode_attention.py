@@ -92,8 +92,7 @@ def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program():
     ):
         share, programs = split(n, 16, heads, cpu)
         assert programs == parts
-        assert share % 16 == 0
-        assert share <= 4096
+        assert share in range(0, 4097, 16)
         assert (programs - 1) * share < max(n, 1) <= programs * share
 
 
@@ -116,11 +115,7 @@ def test_slots_with_a_bias_of_minus_infinity_are_hidden(poisoned):
     s = segment([40, 20, 5], 16, F32, 6, bias=True)
     q = queries(1, 3, 2, 16, seed=8)
     one, two, three = s.start.tolist()
-    hidden = [
-        *range(one, one + 17),
-        *range(two, two + 20),
-        three + 4,
-    ]
+    hidden = [*range(one, one + 17), *range(two, two + 20), three + 4]
     s.bias[hidden] = -math.inf
 
     start = torch.tensor([one + 17, two, three])
@@ -136,19 +131,16 @@ def test_slots_with_a_bias_of_minus_infinity_are_hidden(poisoned):
 
 
 def test_slots_in_a_buffer_are_not_copied():
-    k, v = torch.randn(2, 2, 3, 9, 16)[..., :5, :]
-    s = Segment.of(k, v)
-    assert s.k.data_ptr() == k.data_ptr()
-    assert s.v.data_ptr() == v.data_ptr()
+    x = torch.randn(2, 2, 3, 9, 16)[..., :5, :]
+    for stored, own in zip(Segment.of(*x), x):
+        assert stored.data_ptr() == own.data_ptr()
 
 
 def test_the_twin_reads_queries_in_any_memory_order():
     s = segment([3, 4, 1, 2], 16, F32, 0)
     q = queries(2, 2, 2, 16, seed=1)
     turned = q.transpose(0, 1).contiguous().transpose(0, 1)
-    expected, _ = plain(q, [s])
-    y, _ = plain(turned, [s])
-    assert torch.equal(y, expected)
+    assert torch.equal(plain(turned, [s])[0], plain(q, [s])[0])
 
 
 def test_storage_that_does_not_fit_the_queries_is_refused():
@@ -156,7 +148,7 @@ def test_storage_that_does_not_fit_the_queries_is_refused():
     s = segment([3, 4], 16, F32, 0)
     turned = s.k.T.contiguous().T
     narrow = s.v[:, :8].contiguous()
-    message = "must be contiguous rows of the head dim|3 starts and 3 counts"
+    message = "contiguous rows of the head dim|3 starts"
     for wrong in (
         s._replace(k=turned),
         s._replace(v=narrow),
