@@ -42,8 +42,7 @@ def test_latest_asks_for_the_last_value_of_facts_that_changed(
         assert [newest[key] for key in keys] == answers
         assert sum(times[key] == 2 for key in keys) == min(changed, questions)
         interleaved += len({key for key, _ in stated[:facts]}) < facts
-    # a change may come before another first statement
-    assert interleaved or facts == 3
+    assert interleaved  # a change may come before another first statement
 
 
 @pytest.mark.parametrize("hops, chains, questions", [(3, 1, 1), (4, 3, 3)])

@@ -90,10 +90,8 @@ def test_pairs_are_determined_by_its_facts(pairs, questions):
 
 
 def test_words_and_values_of_the_test_split_are_never_keys_or_values_in_training():
-    train = tasks("train")
-    test = tasks("test")
-    keys = {decode(ids) for ids in train.words}
-    held_out = {decode(ids) for ids in test.words}
+    train, test = tasks("train"), tasks("test")
+    keys, held_out = ({decode(ids) for ids in made.words} for made in (train, test))
     assert len(keys) > 200 and len(held_out) > 100
     assert not keys & held_out
     assert {len(ids) for ids in train.words + test.words} == {2}
@@ -127,12 +125,10 @@ def test_few_shot_is_determined_by_its_shots(shots, classes):
 def test_few_shot_labels_are_drawn_anew_and_cannot_be_guessed():
     last = 0
     labels = [set() for _ in LINE_KINDS]
-    for seed in range(200):
-        (row,) = rows("few_shot", seed, B=1, T=320)
+    for row in rows("few_shot", B=200, T=320):
         (answer,) = row.answers
         last += row.facts.endswith(answer)
-        kind = kind_of(row.questions[0].strip())
-        labels[kind].add(answer)
+        labels[kind_of(row.questions[0].strip())].add(answer)
     assert all(len(seen) > 10 for seen in labels)
     assert 0.16 < last / 200 < 0.36  # chance is 1/4
 
