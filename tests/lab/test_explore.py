@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from commands import refused
 from common import checkpoint_of_two_layers
 from lab import corpus, explore
 from lab.loading import load
@@ -107,56 +108,43 @@ def test_an_8_bit_weight_is_off_by_half_a_step():
     ).all()
 
 
+def agrees(page, stored, name):
+    """Check that the page's decoder keeps and answers what Python stored under a name."""
+    method, keep, setting = name.split()
+    options = dict(method=method, keep=float(keep), aware=setting == "aware")
+    reply = asked(page, do="compress", **options)
+    packed = np.frombuffer(b64decode(stored["kept"]), np.uint8)
+    kept = np.unpackbits(packed, bitorder="little")
+    kept = kept[: len(reply["kept"])].tolist()
+    assert reply == stored | dict(kept=kept), name
+
+
 def test_the_page_keeps_and_answers_what_python_stored(page, data, shipped):
     model, encoding = shipped
     tokens, _ = prompt(model, encoding, PAGE, QUESTION)
     assert data["tokens"] == pieces(encoding, tokens[0].tolist())
     for name, stored in data["views"].items():
-        method, keep, setting = name.split()
-        if method in explore.LIVE:
-            reply = asked(
-                page,
-                do="compress",
-                method=method,
-                keep=float(keep),
-                aware=setting == "aware",
-            )
-            kept = np.unpackbits(
-                np.frombuffer(b64decode(stored["kept"]), np.uint8), bitorder="little"
-            )
-            assert reply["kept"] == kept[: len(reply["kept"])].tolist(), name
-            assert reply | dict(kept=None) == stored | dict(kept=None), name
+        if name.split()[0] in explore.LIVE:
+            agrees(page, stored, name)
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_other_texts(page, shipped, number):
     model, encoding = shipped
-    methods, source = (
-        pick(list(explore.LIVE)),
-        "".join(corpus.kept()["documents"])[5000 * number :],
-    )
+    source = "".join(corpus.kept()["documents"])[5000 * number :]
     question = "\nQ: The code of moon is"
     text = f"{source[:300]} The code of moon is {4711 + number}. naïve 1, 22, 333 – ✓ "
     text += source[300 : 420 + 40 * number]
     read = asked(page, do="read", text=text, question=question)
     tokens, cuts = prompt(model, encoding, text, question)
-    assert (
-        read["tokens"] == pieces(encoding, tokens[0].tolist())
-        and read["cut"] == cuts["agnostic"]
-    )
+    assert read["tokens"] == pieces(encoding, tokens[0].tolist())
+    assert read["cut"] == cuts["agnostic"]
     full = answer(model, tokens, cuts["agnostic"], make_cache(model), explore.NEW)[1]
     assert read["full"]["written"] == full
-    for i, (name, variant) in enumerate(methods.items()):
+    for i, (name, variant) in enumerate(pick([*explore.LIVE]).items()):
         keep, setting = ((50, "aware"), (25, "agnostic"))[(i + number) % 2]
         stored = explore.view(model, encoding, variant, keep, setting, text, question)
-        reply = asked(
-            page, do="compress", method=name, keep=keep, aware=setting == "aware"
-        )
-        kept = np.unpackbits(
-            np.frombuffer(b64decode(stored["kept"]), np.uint8), bitorder="little"
-        )
-        assert reply["kept"] == kept[: len(reply["kept"])].tolist(), name
-        assert reply | dict(kept=None) == stored | dict(kept=None), name
+        agrees(page, stored, f"{name} {keep} {setting}")
 
 
 def verdicts(page) -> list[str]:
@@ -195,27 +183,16 @@ def test_the_tour_and_the_address(browser):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
 def test_it_fits(browser, scheme, width):
-    page = opened(
-        browser,
-        address="#step=6&left=snap_kv&right=kvzip&keep=25",
-        size=dict(width=width, height=800),
-        color_scheme=scheme,
-    )
-    assert (
-        page.evaluate("document.documentElement.scrollWidth") <= width
-        and not page.complaints
-    )
-    ink, ground = (
-        sum(
-            map(
-                int,
-                re.findall(
-                    r"\d+", page.evaluate(f"getComputedStyle(document.body).{name}")
-                ),
-            )
-        )
-        for name in ("color", "backgroundColor")
-    )
+    address = "#step=6&left=snap_kv&right=kvzip&keep=25"
+    size = dict(width=width, height=800)
+    page = opened(browser, address=address, size=size, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert not page.complaints
+    sums = []
+    for name in "color", "backgroundColor":
+        color = page.evaluate(f"getComputedStyle(document.body).{name}")
+        sums.append(sum(map(int, re.findall(r"\d+", color))))
+    ink, ground = sums
     assert (ink > ground) == (scheme == "dark")
 
 
@@ -260,17 +237,12 @@ def test_stored_views_of_another_model(browser, tmp_path, monkeypatch):
     assert len(verdicts(page)) == 2 and not page.complaints and len(page.requests) == 1
 
 
-def test_bad_input(typed, tmp_path):
-    mine, long, out = (tmp_path / name for name in ("mine", "long", "out"))
-    mine.write_text("mine")
-    run = typed("python", "-m", "nanollm", "explore", "--out", str(mine))
-    assert (
-        run.returncode == 2
-        and "holds something else" in run.stderr
-        and mine.read_text() == "mine"
-    )
-    long.write_text("word " * 9000)
-    run = typed(
-        "python", "-m", "nanollm", "explore", "--out", str(out), "--text", str(long)
-    )
-    assert run.returncode == 2 and "at most" in run.stderr and not out.exists()
+def test_bad_input(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("word " * 9000)
+    refused(capsys, ["explore", "--out", str(file)], "holds something else")
+    out = tmp_path / "out"
+    words = ["explore", "--out", str(out), "--text", str(file)]
+    refused(capsys, words, "at most")
+    assert [*tmp_path.iterdir()] == [file]
+    assert file.read_text() == "word " * 9000

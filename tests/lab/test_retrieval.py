@@ -53,16 +53,6 @@ def test_a_keep_ratio_is_a_share(model, keep_ratio):
         maker(model, H2O, keep_ratio)
 
 
-def test_caches_that_read_within_their_budget_never_hold_more(model):
-    tokens = torch.from_numpy(needles().tokens)
-    caches = reading_within(maker(model, H2O, 0.25))(80)
-    assert [layer.method.budget for layer in caches] == [20, 20]
-    with torch.no_grad():
-        for part in tokens[:, :80].split(7, 1):
-            model(part, caches)
-            assert all(layer.length == min(layer.seen, 20) for layer in caches)
-
-
 def test_caches_that_read_within_room_for_all_answer_as_the_full_cache(model):
     batch = needles(T=320)
     full = retrieve(model, batch, maker(model, Method, None))
