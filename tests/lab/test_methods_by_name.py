@@ -136,7 +136,7 @@ def test_what_an_option_of_the_variant_forbids_is_refused_with_the_reason():
         ("adakv+critical", "unknown method 'adakv'; did you mean 'ada_kv'"),
         ("ada_kv+critcal", "addition 'critcal' in .*; did you mean 'critical'"),
         ("ada_kv+nope", "unknown addition 'nope' in 'ada_kv[+]nope'; known are chunk,"),
-        ("h2o+critical", "h2o is no window method"),
+        ("h2o+critical", "h2o has no selection"),
         ("ada_kv+residual+critical", "Critical would undo Residual"),
         ("chunk_kv+critical", "Critical would undo Chunks"),
     ],
