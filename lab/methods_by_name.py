@@ -132,8 +132,8 @@ def with_addition(left: Variant, name: str, addition: dict) -> Variant:
     """
     if "select" not in {field.name for field in fields(left.kind)}:
         raise ValueError(
-            f"{name} is no window method, and additions change how one selects; "
-            "put them on one, as in ada_kv+critical"
+            f"{name} has no selection that an addition could change; "
+            "put additions on a method that has one, as in ada_kv+critical"
         )
     before = left.options.get("select", left.kind.select)
     select = addition["select"]

@@ -86,8 +86,7 @@ class Chunks(Selection):
 def places(window: Window) -> Tensor:
     """Return the index in the text, from 0, of each slot before the window, (B, H, n).
 
-    An empty slot has −1. The last slot holds the newest of the `seen` tokens; positions may begin
-    at any number.
+    An empty slot has −1. The last slot holds the newest of the `seen` tokens.
     """
     layer = window.layer
     pos = layer.pos[:, :, : window.n].long()

@@ -42,7 +42,7 @@ from nanollm.attention import wide
 from nanollm.cache import ALL, NEVER, Method, Slots
 from nanollm.check import check_seed
 from nanollm.ranking import expand_index, indices, rank
-from nanollm.slots import Stored, whole
+from nanollm.slots import Stored, all_live
 
 PRIME = 2**31 - 1
 
@@ -286,8 +286,9 @@ class SketchSlots(Slots):
         return y.view_as(q), p.view(B, H, -1, 1, p.shape[-1])
 
     def crop(self, n: int):
-        self.in_recent -= self.seen - n
+        seen = self.seen
         super().crop(n)
+        self.in_recent -= seen - n
         self.score[:, :, n:] = 0
 
     def slot_scores(self) -> Tensor:
@@ -309,7 +310,7 @@ class SketchSlots(Slots):
         scores = self.score[:, :, : self.seen].numel()
         stored = [*super().stored(), Stored(self.score, scores, model_dtype=False)]
         if self.sketch is not None:
-            stored += map(whole, self.sketch.tensors())
+            stored += map(all_live, self.sketch.tensors())
         return stored
 
 

@@ -11,7 +11,8 @@ one method and a store for each layer; the decoder calls `store.attend(q, k, v, 
         method.observe   look at the probabilities
         store.evict      after the prompt
 
-These names may be overridden, and no others. Only `appends` below asks whether one is:
+A subclass may override these names, a method at most five of them. Nothing but `appends` below
+asks whether it does:
 
     Method.watch       how many of the latest queries' probabilities `observe` receives
     Method.entry       numbers stored with each entry
@@ -21,16 +22,17 @@ These names may be overridden, and no others. Only `appends` below asks whether 
     Method.evict       evict in one layer, at the prompt's end and after each later piece
     Scored.score       in place of `compress` and `evict`: the lowest scores leave
     calibrate          of the class: return the options that depend on the decoder
-    Slots.check        refuse tensors that do not fit
-    Slots.room         how many new tokens to take at once
+    Slots.room         how many new tokens to take at once; Scissorhands' store evicts here
+    Slots.capacity     how many slots to allocate
     Slots.write        append entries
     Slots.read         what attention sees
     Slots.attention    attention over it
-    Slots.evict        let the method evict after a piece
+    Slots.evict        call method.evict, at the prompt's end and after each later piece
     Slots.positions    of which tokens it holds entries
-    Slots.keep         keep some slots (also keep_chosen, drop, crop: other forms of it)
+    Slots.keep         keep some slots; so do keep_chosen, by a mask, and drop, all but one
+    Slots.crop         undo the newest writes
     Slots.put          replace the numbers of all slots
-    Slots.end_prompt   the prompt was compressed
+    Slots.end_prompt   drop the notes; a store of few bits rounds here
     Slots.stored       the tensors whose bytes count
 
 Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head
@@ -88,7 +90,11 @@ class Method:
 
 @dataclass
 class Scored(Method):
-    """A method that is a score and a budget: each head keeps its highest scores."""
+    """A method that is a score and a budget: each head keeps its highest scores.
+
+    So it does at the prompt's end and while decoding. A method that evicts only at the prompt's end
+    overrides `compress` of Method instead.
+    """
 
     budget: int  # entries that each key/value head may keep
 

@@ -20,7 +20,7 @@ from nanollm.attention import wide
 from nanollm.kernel_switch import kernel_for
 from nanollm.method import NEVER
 from nanollm.ranking import indices, top
-from nanollm.slots import VECTORS, Slots, Stored, whole
+from nanollm.slots import VECTORS, Slots, Stored, all_live
 
 CONSTANT = {"k", "v", "pos", "bias"}  # per-slot tensors that no step changes
 
@@ -98,8 +98,13 @@ class PackedSlots(Slots):
     def put(self, name: str, x: Tensor):
         if not self.packed:
             return super().put(name, x)
+        shape = self.slot(name).shape
+        if x.shape != shape:
+            raise ValueError(
+                f"{name} {tuple(x.shape)} must be {tuple(shape)}, one for each slot"
+            )
         old, new = self.split(x)
-        self.packed[name] = old[self.filled()]
+        self.packed[name] = old[self.filled()].to(self.packed[name].dtype)
         self.new(name).copy_(new)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +195,7 @@ class PackedSlots(Slots):
         return y, p.view(B, H, -1, 1, self.length)
 
     def without_gaps(self, late: Tensor, pos: Tensor) -> Tensor:
-        """Hide the empty ones of the later slots (B·H, G, n) with pos (B·H, n); here none is."""
+        """Hide empty ones of the later slots (B·H, G, n) with pos (B·H, n); here there are none."""
         return late
 
     def stored(self) -> list[Stored]:
@@ -200,7 +205,7 @@ class PackedSlots(Slots):
         for name, x in self.packed.items():
             stored.append(Stored(x, x.numel(), name in VECTORS))
         stored += self.counted_slots(self.slots)
-        stored.append(whole(self.counts))
+        stored.append(all_live(self.counts))
         return stored + self.remembered()
 
     def live(self) -> int:

@@ -6,15 +6,16 @@ keep several times as many entries in few bits. New tokens stay exact.
     x ≈ zero + scale · code,   code ∈ {0 … 2^bits − 1}
     zero = min of the group,   scale = (max − min)/(2^bits − 1)
 
-A group is, as in KIVI (arXiv 2402.02750), of a key channel up to 32 neighbouring entries of a head,
-and of a value up to 32 channels. Compressed again, rounded entries are rounded again.
+Groups are those of KIVI (arXiv 2402.02750). Of the keys, a group is one channel of up to 32
+neighbouring entries of a head. Of the values, it is up to 32 channels of one entry. Compressed
+again, rounded entries are rounded again.
 """
 
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.check import whole
+from nanollm.check import check_kept, whole
 from nanollm.method import NEVER
 from nanollm.packed import PackedSlots
 from nanollm.ranking import indices, taken
@@ -178,6 +179,7 @@ class RoundedSlots(PackedSlots):
     def keep(self, i: Tensor):
         if self.rounded and self.prompt_done:
             B, H, S = self.pos.shape
+            check_kept(i, (B, H, S))
             kept = i.new_zeros(B, H, S + 1, dtype=torch.bool)
             kept.scatter_(2, i.where(i >= 0, S), True)  # the last place is for −1
             self.keep_chosen(kept[:, :, :S])

@@ -35,7 +35,7 @@ class Stored(NamedTuple):
     model_dtype: bool
 
 
-def whole(x: Tensor) -> Stored:
+def all_live(x: Tensor) -> Stored:
     """Return x with all its numbers live.
 
     With a fourth axis, D, it holds keys, values or queries.
@@ -65,7 +65,7 @@ class Slots:
         # (B, H, capacity, ...): k, v, pos, the method's numbers
         self.slots: dict[str, Tensor] = {}
         self.length = 0  # slots in use
-        self.seen = 0  # tokens so far, evicted ones too: the next token's position
+        self.seen = 0  # tokens so far, evicted ones too; positions begin at 0
         # some slots are empty or hidden: even one new token needs a mask
         self.ragged = False
 
@@ -403,4 +403,4 @@ class Slots:
     def remembered(self) -> list[Stored]:
         """Return the tensors that the method remembers."""
         tensors = [*self.notes.values(), *self.state.values(), self.forgotten]
-        return [whole(x) for x in tensors if isinstance(x, Tensor)]
+        return [all_live(x) for x in tensors if isinstance(x, Tensor)]

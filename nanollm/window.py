@@ -21,7 +21,7 @@ from nanollm.slots import Slots
 
 @dataclass
 class WindowMethod(Method):
-    """Remembers the prompt's last queries, and evicts only when the prompt is compressed."""
+    """Remembers the prompt's last queries for `compress`, which subclasses define."""
 
     budget: int  # entries that each key/value head may keep, window included
     window_size: int = 32  # queries of the observation window, w
@@ -50,6 +50,11 @@ class WindowMethod(Method):
 
     def window(self, layer: Slots, tokens: Tensor) -> "Window":
         """Return the observation window of a layer that has read tokens (B, T)."""
+        if "window" not in layer.notes:
+            raise ValueError(
+                "no query was observed since the last compression; call begin_turn and read "
+                "tokens before you compress again"
+            )
         return Window(self, layer, tokens)
 
 

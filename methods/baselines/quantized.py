@@ -1,4 +1,4 @@
-"""KIVI: the whole cache in few bits (Liu et al., ICML 2024, arXiv 2402.02750).
+"""KIVI: the all_live cache in few bits (Liu et al., ICML 2024, arXiv 2402.02750).
 
 No token is evicted; every number is rounded to a few bits. Some channels of the keys are always
 large, so keys are rounded per channel, over a group of tokens. Values have no such channels, so
@@ -27,7 +27,7 @@ from torch import Tensor
 from nanollm.attention import wide
 from nanollm.cache import Method, Slots
 from nanollm.rounded import check_head_dim, pack, quantise, unpack
-from nanollm.slots import Stored, whole
+from nanollm.slots import Stored, all_live
 
 
 class QuantizedSlots(Slots):
@@ -164,7 +164,7 @@ class QuantizedSlots(Slots):
         return torch.cat((rounded, self.pos), 2)
 
     def stored(self) -> list[Stored]:
-        return super().stored() + [whole(x) for x in self.rounded.values()]
+        return super().stored() + [all_live(x) for x in self.rounded.values()]
 
 
 @dataclass

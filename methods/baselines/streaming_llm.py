@@ -18,7 +18,7 @@ from torch import Tensor
 from nanollm.cache import Scored, Slots
 from nanollm.check import check_budget
 from nanollm.model import rope, rotate
-from nanollm.slots import Stored, whole
+from nanollm.slots import Stored, all_live
 
 
 class SinkSlots(Slots):
@@ -34,7 +34,7 @@ class SinkSlots(Slots):
         _ = self.freq  # ValueError if how the model rotates is not known
         if getattr(self.model, "positions", None):
             raise ValueError(
-                "relative positions need RoPE over whole heads, which this model does not have; "
+                "relative positions need RoPE over all_live heads, which this model does not have; "
                 "use streaming_llm_absolute"
             )
 
@@ -50,7 +50,7 @@ class SinkSlots(Slots):
             self.k[:, :, :sinks] = rotate(self.sink_keys, *angles)
 
     def stored(self) -> list[Stored]:
-        sinks = [] if self.sink_keys is None else [whole(self.sink_keys)]
+        sinks = [] if self.sink_keys is None else [all_live(self.sink_keys)]
         return super().stored() + sinks
 
 

@@ -36,7 +36,7 @@ from nanollm.attention import wide
 from nanollm.cache import Slots
 from nanollm.check import check_seed
 from nanollm.ranking import expand_index
-from nanollm.slots import Stored, whole
+from nanollm.slots import Stored, all_live
 
 
 class Stream:
@@ -163,7 +163,7 @@ class Stream:
 
     def stored(self) -> list[Stored]:
         clusters = int((self.count > 0).sum())
-        stored = [whole(self.k), whole(self.v), whole(self.total)]
+        stored = [all_live(self.k), all_live(self.v), all_live(self.total)]
         for x in (self.centre, self.count, self.sample):
             live = clusters * math.prod(x.shape[3:])
             stored.append(Stored(x, live, model_dtype=x.dim() > 3))

@@ -48,6 +48,10 @@ class Residual(Selection):
     again = False  # evicted tokens have no window scores later
 
     def __post_init__(self):
+        if isinstance(self.inner, Residual):
+            raise ValueError(
+                "residual entries cannot stand for residual ones; add them once"
+            )
         whole("entries", self.entries, 1, 1000)
         whole("rounds", self.rounds, 0, 100)
         if not 0 < self.share <= 1:
