@@ -1,4 +1,4 @@
-"""KIVI: the all_live cache in few bits (Liu et al., ICML 2024, arXiv 2402.02750).
+"""KIVI: the whole cache in few bits (Liu et al., ICML 2024, arXiv 2402.02750).
 
 No token is evicted; every number is rounded to a few bits. Some channels of the keys are always
 large, so keys are rounded per channel, over a group of tokens. Values have no such channels, so

@@ -34,7 +34,7 @@ class SinkSlots(Slots):
         _ = self.freq  # ValueError if how the model rotates is not known
         if getattr(self.model, "positions", None):
             raise ValueError(
-                "relative positions need RoPE over all_live heads, which this model does not have; "
+                "relative positions need RoPE over whole heads, which this model does not have; "
                 "use streaming_llm_absolute"
             )
 

@@ -132,14 +132,18 @@ def alone(method=None, index=0, layers=1, w_o=None, freq=None, store=None):
     return make(method, model, index)
 
 
-def feed(layer, q, k, v, chunk=None):
-    """Return the output (B, H·G, n, D) of n more tokens, fed in chunks."""
-    pos = torch.arange(layer.seen, layer.seen + q.shape[2], device=q.device)[None]
-    chunk = chunk or q.shape[2]
-    parts = zip(
-        q.split(chunk, 2), k.split(chunk, 2), v.split(chunk, 2), pos.split(chunk, 1)
-    )
-    return torch.cat([layer.attend(*part) for part in parts], 2)
+def feed(layer, text, n=None, chunk=None):
+    """Feed the next n tokens of a text, in chunks; return their output (B, H·G, n, D).
+
+    text: q (B, H·G, T, D), k and v (B, H, T, D). Without n all that are left are fed.
+    """
+    stop = layer.seen + n if n else text[0].shape[2]
+    tokens = torch.arange(layer.seen, stop)
+    outputs = []
+    for pos in tokens.split(chunk or len(tokens)):
+        q, k, v = (x[:, :, pos] for x in text)
+        outputs.append(layer.attend(q, k, v, pos[None]))
+    return torch.cat(outputs, 2)
 
 
 def end(*layers, tokens=None):

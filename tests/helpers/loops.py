@@ -32,12 +32,11 @@ def check_kept(cut, method, loop, own=0, twice=0):
     loop(q, k, parts, **options) yields the positions that stay, [b][h], after each part. own: bytes
     of the method's numbers for an entry. twice: how many keys are stored twice once tokens left.
     """
-    q, k, v = text()
+    q, k, _ = text()
     parts = parts_of(cut)
     layer = alone(method, freq=torch.ones(D // 2))
     for part, kept in zip(parts, loop(q, k, parts, **vars(method)), strict=True):
-        tokens = slice(part.start, part.stop)
-        feed(layer, q[:, :, tokens], k[:, :, tokens], v[:, :, tokens])
+        feed(layer, text(), len(part))
         if part.stop == PROMPT:
             end(layer)
         assert layer.pos.sort(-1).values.tolist() == kept, part
@@ -68,7 +67,7 @@ def check_sums(method, sums, chunk):
 
     method.observe = recorded
     layer = alone(method)
-    feed(layer, q, k, v, chunk)
+    feed(layer, (q, k, v), chunk=chunk)
     torch.testing.assert_close(
         sums(layer)[..., :T].double(), expected, rtol=1e-5, atol=0
     )

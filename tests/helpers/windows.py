@@ -343,8 +343,7 @@ class Walk:
     def feed(self, n, chunk):
         """Read n more tokens; return their outputs (B, H, G, n, D)."""
         part = slice(self.read, self.read + n)
-        q = self.q[..., part, :].flatten(1, 2)
-        y = feed(self.layer, q, self.k[:, :, part], self.v[:, :, part], chunk)
+        y = feed(self.layer, (self.q.flatten(1, 2), self.k, self.v), n, chunk)
         for (b, h), slots in self.slots.items():
             for i in range(part.start, part.stop):
                 slots[i] = Slot(self.k[b, h, i], self.v[b, h, i])
@@ -492,7 +491,7 @@ def check_part(walk: Walk, n: int, chunk: int):
 def compressed(method, q, k, v, w_o=None, layer=0, layers=1):
     """Return a method's store after a prompt fed at once."""
     store = alone(method, layer, layers, w_o)
-    feed(store, q, k, v)
+    feed(store, (q, k, v))
     end(store)
     return store
 

@@ -33,7 +33,6 @@ def test_a_text_is_continued_as_options_say(checkpoint, capsys):
     sampling = dict(temperature=2.0, top_k=40, seed=3)
     for words, options in (
         (["--file", "text.txt"], {}),
-        (["--temperature", "2", prompt], dict(temperature=2.0)),
         ([*"--temperature 2 --top-k 40 --seed 3".split(), prompt], sampling),
     ):
         main(["generate", "--model", str(checkpoint), "--tokens", "12", *words])
@@ -89,7 +88,6 @@ def test_a_text_begins_with_bos_if_the_checkpoint_s_texts_do(capsys):
     "options, message",
     [
         ("--seed -1 x", "seed -1 must"),
-        ("--method nope x", "unknown method 'nope'; known are"),
         ("--method snap_kv@0 x", "'0' is no number of bits"),
         (
             "--method h2o x",

@@ -66,13 +66,9 @@ def test_a_comparison_is_known_by_its_command_and_its_rows():
 
 @pytest.mark.parametrize("name", ["all", "learned"])
 def test_stored_rows_have_every_method_at_its_budgets(name):
-    rows = render_results.rows(name)
-    assert len(render_results.by_method(name)) == len(rows)
     ratios = {}
-    for row in rows:
+    for row in render_results.rows(name):
         ratios.setdefault(row["method"], []).append(row["keep_ratio"])
-        accuracies = [x for key, x in row.items() if key.endswith("aware")]
-        assert all(0 <= x <= 1 for x in accuracies)
     assert ratios.keys() == pick([]).keys()
     assert ratios["full"] == ratios["quantized_2"] == [None]
     assert ratios["h2o"] == [0.5, 0.25, 0.125, 0.0625]

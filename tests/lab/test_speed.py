@@ -74,19 +74,16 @@ def test_each_phase_has_its_own_time_bytes_and_growth(clock, monkeypatch):
 def test_the_command_in_a_new_process(typed, tmp_path):
     checkpoint = checkpoint_of_two_layers(tmp_path)
     file = tmp_path / "rows.json"
-    options = "--methods snap_kv chunk_kv quantized_2 --lengths 140 --batches 1 2"
-    words = f"--model {checkpoint} {options} --rounds 1 --json {file}".split()
+    options = "--methods snap_kv quantized_2 --lengths 140 --batches 1 2 --rounds 1"
+    words = f"--model {checkpoint} {options} --json {file}".split()
     done = typed("python", "-m", "lab.speed", *words)
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())
     assert done.stdout == speed.show(rows) + "\n"
-    names = "full", "snap_kv", "chunk_kv", "quantized_2"
-    measured = [(row["tokens"], row["batch"], row["method"]) for row in rows]
-    assert measured == [(140, B, name) for B in (1, 2) for name in names]
-    for row in rows:
-        assert row["end"] > 0 and row["step"] > 0 and row["MiB"] > 0
-        is_full = row["method"] == "full"
-        assert ("prompt" in row) == is_full == (row["peer's step"] is not None)
+    measured = [(row["batch"], row["method"]) for row in rows]
+    names = "full", "snap_kv", "quantized_2"
+    assert measured == [(B, name) for B in (1, 2) for name in names]
+    assert all(row["end"] > 0 and row["step"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +91,6 @@ def test_the_command_in_a_new_process(typed, tmp_path):
     [
         ("--lengths 64", "budget 16 must exceed the window"),
         ("--lengths 800", "length 800 must be a whole number from 1 to 792"),
-        ("--batches 0", "batch 0 must be"),
         ("--json config.json", "config.json holds something"),
     ],
 )

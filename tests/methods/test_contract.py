@@ -152,14 +152,6 @@ def new_caches(name, dtype=torch.float32, store=None, **changed):
     return make_cache(model_of(dtype), case.kind, store or case.store, **options)
 
 
-def read_part(caches, layers, part, chunk=None) -> list[Tensor]:
-    """Feed a part of the text to each layer, in chunks; return the outputs."""
-    outputs = []
-    for layer, qkv in zip(caches, layers):
-        outputs.append(feed(layer, *(x[:, :, part] for x in qkv), chunk))
-    return outputs
-
-
 def end_turn(caches, layers, n):
     """Compress the caches, which have read n tokens; token i of the text is word i."""
     tokens = torch.arange(n).expand(len(layers[0][0]), -1)

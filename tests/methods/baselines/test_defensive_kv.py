@@ -101,7 +101,7 @@ def test_kept_entries_are_the_loops(Method, mass, kernel_size, cropped, turns):
         n = seen - cropped
         begin_turn(caches)
         for cache, qkv in zip(caches, layers):
-            feed(cache, *(x[:, :, start:seen] for x in qkv))
+            feed(cache, qkv, turn)
         crop(caches, n)
         end(*caches)
         for b in range(B):

@@ -20,7 +20,7 @@ def test_an_entry_that_a_single_query_of_the_window_wants_stays():
     options = dict(budget=8, window_size=4, kernel_size=1, **method.keywords)
     caches = make_cache(decoder(), method.func, **options)
     for layer in caches:
-        feed(layer, q, k, torch.ones_like(k))
+        feed(layer, (q, k, k))
     end(*caches)
     for layer in caches:
         for pos in layer.pos.flatten(0, 1):
