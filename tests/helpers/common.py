@@ -22,7 +22,8 @@ from nanollm.model import Config, Decoder
 
 DEVICE = "cuda" if os.environ.get("TRITON_INTERPRET", "0") == "0" else "cpu"
 interpreter = pytest.mark.skipif(
-    DEVICE == "cuda", reason="in Triton's interpreter: TRITON_INTERPRET=1"
+    DEVICE == "cuda",
+    reason="in Triton's interpreter: TRITON_INTERPRET=1",
 )
 TOLERANCE = {
     torch.float32: dict(rtol=1e-5, atol=2e-6),
@@ -34,17 +35,31 @@ if DEVICE == "cuda":  # Triton's interpreter computes it wrong
 
 def amid_nan(x):
     """Return x as a view with NaN before and after it in memory, which no code may read."""
-    storage = torch.full((x.numel() + 2**15,), math.nan, dtype=x.dtype, device=DEVICE)
+    storage = torch.full(
+        (x.numel() + 2**15,),
+        math.nan,
+        dtype=x.dtype,
+        device=DEVICE,
+    )
     storage[2**14 : -(2**14)] = x.flatten()
     return storage[2**14 : -(2**14)].view(x.shape)
 
 
-def segment(counts, D, dtype, seed, bias=False, gap=1):
+def segment(
+    counts,
+    D,
+    dtype,
+    seed,
+    bias=False,
+    gap=1,
+):
     """Return a segment of heads in another order.
 
     Around each are `gap` rows of NaN, which no code may read.
     """
-    from kernels.decode_attention import Segment  # Triton: Linux only
+    from kernels.decode_attention import (
+        Segment,
+    )  # Triton: Linux only
 
     g = torch.Generator().manual_seed(seed)
     start = torch.zeros(len(counts), dtype=torch.int64)
@@ -106,7 +121,13 @@ def turn(x, pos):
     return torch.cat((z.real, z.imag), -1)
 
 
-def dense(q, k, v, visible, bias=0.0):
+def dense(
+    q,
+    k,
+    v,
+    visible,
+    bias=0.0,
+):
     """Return attention by definition: q (B, H·G, T, D), k and v (B, H, S, D).
 
     visible and bias are of a shape like (B, H, T, S).
@@ -119,7 +140,14 @@ def dense(q, k, v, visible, bias=0.0):
     return (p @ v.unsqueeze(2)).flatten(1, 2)
 
 
-def alone(method=None, index=0, layers=1, w_o=None, freq=None, store=None):
+def alone(
+    method=None,
+    index=0,
+    layers=1,
+    w_o=None,
+    freq=None,
+    store=None,
+):
     """Return a method's store of one layer.
 
     Its decoder has only output projections and RoPE's angles.
@@ -132,7 +160,12 @@ def alone(method=None, index=0, layers=1, w_o=None, freq=None, store=None):
     return make(method, model, index)
 
 
-def feed(layer, text, n=None, chunk=None):
+def feed(
+    layer,
+    text,
+    n=None,
+    chunk=None,
+):
     """Feed the next n tokens of a text, in chunks; return their output (B, H·G, n, D).
 
     text: q (B, H·G, T, D), k and v (B, H, T, D). Without n all that are left are fed.
@@ -162,7 +195,12 @@ class Fed:
         self.embed = model.embed
         self.qkv = qkv
 
-    def __call__(self, tokens, layers, last=None):
+    def __call__(
+        self,
+        tokens,
+        layers,
+        last=None,
+    ):
         pos = torch.arange(layers[0].seen, layers[0].seen + tokens.shape[1])[None]
         for layer, qkv in zip(layers, self.qkv):
             layer.attend(*(x[:, :, tokens[0]] for x in qkv), pos)

@@ -9,7 +9,10 @@ from common import SLOT, B, D, G, H, alone, end, feed, once
 
 PROMPT = 30
 LATER = (1, 1, 1, 1, 1, 1, 5, 1)
-CUTS = {"whole": (PROMPT, *LATER), "pieces": (12, 1, 10, 4, 2, 1, *LATER)}
+CUTS = {
+    "whole": (PROMPT, *LATER),
+    "pieces": (12, 1, 10, 4, 2, 1, *LATER),
+}
 each_cut = pytest.mark.parametrize("cut", CUTS)
 
 
@@ -26,7 +29,13 @@ def parts_of(cut) -> list[range]:
     return [range(stop - n, stop) for stop, n in zip(accumulate(sizes), sizes)]
 
 
-def check_kept(cut, method, loop, own=0, twice=0):
+def check_kept(
+    cut,
+    method,
+    loop,
+    own=0,
+    twice=0,
+):
     """Compare kept positions and bytes after each part with the loop's.
 
     loop(q, k, parts, **options) yields the positions that stay, [b][h], after each part. own: bytes
@@ -47,7 +56,11 @@ def check_kept(cut, method, loop, own=0, twice=0):
         assert allocated <= B * H * (1.1 * (n + len(part)) * (SLOT + own) + beside)
 
 
-def check_sums(method, sums, chunk):
+def check_sums(
+    method,
+    sums,
+    chunk,
+):
     """Check that attention is added up in 32 bits if keys and values have 16.
 
     In 16 bits large sums would stop growing. sums(layer) returns those of a method, (B, H, S).

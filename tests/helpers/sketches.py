@@ -14,7 +14,11 @@ import torch
 from common import alone, end
 from exact import F64, random
 from methods.kv_reviver import PRIME, Sketch
-from methods.ours.kv_reviver_shrunk import MeanSketch, ShrunkReviver, ShrunkSketch
+from methods.ours.kv_reviver_shrunk import (
+    MeanSketch,
+    ShrunkReviver,
+    ShrunkSketch,
+)
 
 B, H, G, D = 2, 2, 3, 4
 VECTOR = 2 * D * 8  # bytes of a key and a value
@@ -36,12 +40,22 @@ class Lists:
         self.h = once(lambda i, J: hashed(self.bucket_by[i], J) % self.b)
         self.g = once(lambda i, J: 1 - 2 * (hashed(self.sign_by[i], J) % 2))
 
-    def signed(self, i, J, x):
+    def signed(
+        self,
+        i,
+        J,
+        x,
+    ):
         sign = self.g(i, J)
         key_sign = 1 if self.kind in (Sketch, MeanSketch) else sign
         return np.concatenate((x[:D] * key_sign, x[D:] * sign))
 
-    def insert(self, J, x, times=1):
+    def insert(
+        self,
+        J,
+        x,
+        times=1,
+    ):
         for i in range(self.r):
             self.x[i, self.h(i, J)] += times * self.signed(i, J, x)
         self.total += times * x
@@ -73,14 +87,26 @@ def hashed(c, J):
     return (c[0] * J**3 + c[1] * J**2 + c[2] * J + c[3]) % PRIME
 
 
-def sizes(seen, Method, budget, vague=0.1, recent=0.45, rows=3, slack=8, **_):
+def sizes(
+    seen,
+    Method,
+    budget,
+    vague=0.1,
+    recent=0.45,
+    rows=3,
+    slack=8,
+    **_,
+):
     """Return the slots of a row, of Recent and of Candidate, and the sketch's bytes.
 
     A number has 8 bytes.
     """
     width = 0
     if vague:
-        width = max(1, math.floor(vague * budget * ENTRY / (rows * VECTOR)))
+        width = max(
+            1,
+            math.floor(vague * budget * ENTRY / (rows * VECTOR)),
+        )
     sketch = rows * width * VECTOR
     if Method is ShrunkReviver and width:
         sketch += VECTOR
@@ -107,7 +133,12 @@ class Head:
         self.seen = {}
         self.score = {}
 
-    def attend(self, q, x, part):
+    def attend(
+        self,
+        q,
+        x,
+        part,
+    ):
         """Return the outputs (G, T, D) of a part's tokens: q (G, T, D), x = [k, v] (T, 2D)."""
         self.recent += part
         self.exact |= dict(zip(part, x))
@@ -151,7 +182,11 @@ class Head:
             self.lists.insert(J, x)
             self.vague.append(J)
 
-    def swap(self, J, best):
+    def swap(
+        self,
+        J,
+        best,
+    ):
         x = self.lists.query(best)
         self.lists.insert(best, x, -1)
         self.lists.insert(J, self.exact.pop(J))
@@ -174,12 +209,28 @@ def texts(T, dtype=F64):
     return [x.to(dtype) for x in (q, k, v)]
 
 
-def parts_of(T, prompt, chunk=None, block=1):
-    starts = *range(0, prompt, chunk or prompt), *range(prompt, T, block), T
+def parts_of(
+    T,
+    prompt,
+    chunk=None,
+    block=1,
+):
+    starts = (
+        *range(0, prompt, chunk or prompt),
+        *range(prompt, T, block),
+        T,
+    )
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def step(layer, q, k, v, part, prompt):
+def step(
+    layer,
+    q,
+    k,
+    v,
+    part,
+    prompt,
+):
     i = slice(part.start, part.stop)
     pos = torch.arange(part.start, part.stop)[None]
     y = layer.attend(q[:, :, i], k[:, :, i], v[:, :, i], pos)
@@ -188,12 +239,24 @@ def step(layer, q, k, v, part, prompt):
     return y
 
 
-OPTIONS = dict(budget=26, vague=0.3, recent=0.3, slack=2, replace_rate=1.1, rows=3)
+OPTIONS = dict(
+    budget=26,
+    vague=0.3,
+    recent=0.3,
+    slack=2,
+    replace_rate=1.1,
+    rows=3,
+)
 # tokens of the prompt; per part in it; after it
 WHOLE, PARTS, SHORT = (36, 36, 1), (36, 7, 3), (3, 2, 1)
 
 
-def check_walk(Method, walk, changed, T=50):
+def check_walk(
+    Method,
+    walk,
+    changed,
+    T=50,
+):
     """Compare outputs, exact and vague tokens, scores, sketch and bytes after every step."""
     options = OPTIONS | changed
     prompt = walk[0]
@@ -238,7 +301,12 @@ def check_head(layer, at, head):
     assert layer.score[at][: layer.seen].tolist() == pytest.approx(score, abs=1e-4)
 
 
-def check_bytes(layer, seen, Method, options):
+def check_bytes(
+    layer,
+    seen,
+    Method,
+    options,
+):
     sketch = 0
     held = [*layer.slots.values(), layer.score]
     if layer.sketch is not None:
@@ -249,9 +317,18 @@ def check_bytes(layer, seen, Method, options):
     assert live <= allocated == sum(x.nbytes for x in held)
 
 
-def check_budget(layer, seen, Method, options):
+def check_budget(
+    layer,
+    seen,
+    Method,
+    options,
+):
     width, newest, candidates, _ = sizes(seen, Method, **options)
-    assert layer.method.sizes(layer) == (width, newest, candidates)
+    assert layer.method.sizes(layer) == (
+        width,
+        newest,
+        candidates,
+    )
     assert layer.bytes()[0] <= B * H * options["budget"] * ENTRY
     exact = newest + candidates
     assert min(seen, exact) <= layer.length <= exact + options["slack"]

@@ -9,7 +9,12 @@ VECTORS = 2 * D * 4  # bytes of a key and a value
 SLOT = VECTORS + 4
 
 
-def draw(T, seed=0, rows=B, groups=G):
+def draw(
+    T,
+    seed=0,
+    rows=B,
+    groups=G,
+):
     """Return random q, k, v; q as a view of another order, as from a decoder."""
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(rows, T, H * groups, D, generator=g).transpose(1, 2)
@@ -18,7 +23,12 @@ def draw(T, seed=0, rows=B, groups=G):
     return q, k, v
 
 
-def fill(layer, T, seed=0, **shape):
+def fill(
+    layer,
+    T,
+    seed=0,
+    **shape,
+):
     """Feed T new tokens; return their q, k, v and the output."""
     q, k, v = draw(T, seed, **shape)
     return q, k, v, feed(layer, q, k, v)
@@ -30,7 +40,11 @@ def positions(layer) -> list[list[list[int]]]:
     return [[[i for i in head if i != NEVER] for head in row] for row in rows]
 
 
-def sees(held, old, T) -> torch.Tensor:
+def sees(
+    held,
+    old,
+    T,
+) -> torch.Tensor:
     """Return which of `old` earlier tokens and T new ones the new ones see, (B, H, T, old + T).
 
     They see the earlier tokens that are held, [b][h], and the new ones up to themselves.

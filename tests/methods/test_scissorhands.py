@@ -21,7 +21,15 @@ def importance(j, past, history):
     return -sum(past[s - 1][j] < 1 / s for s in there)
 
 
-def algorithm_1(q, k, v, budget, recent, m, history):
+def algorithm_1(
+    q,
+    k,
+    v,
+    budget,
+    recent,
+    m,
+    history,
+):
     """Return the kept tokens, importances and output at each token.
 
     One key/value head: q (G, T, D), k and v (T, D).
@@ -32,7 +40,10 @@ def algorithm_1(q, k, v, budget, recent, m, history):
     for t in range(len(k)):
         if len(kept) == budget:
             old = kept[: budget - recent]
-            old = sorted(old, key=lambda j: (importance(j, past, history), j))
+            old = sorted(
+                old,
+                key=lambda j: (importance(j, past, history), j),
+            )
             kept = [j for j in kept if j not in old[:m]]
         kept = [*kept, t]
         alpha = (q[:, t] @ k[kept].T / math.sqrt(D)).softmax(-1)  # (G, n)
@@ -59,7 +70,11 @@ def text():
     """Return rotated q and k, and v, with sharp attention, so counts differ."""
     g = torch.Generator().manual_seed(0)
     q, k, v = [torch.randn(B, heads, T, D, generator=g) for heads in (H * G, H, H)]
-    return turn(3 * q, torch.arange(T)), turn(k, torch.arange(T)), v
+    return (
+        turn(3 * q, torch.arange(T)),
+        turn(k, torch.arange(T)),
+        v,
+    )
 
 
 @once
@@ -111,7 +126,12 @@ class Watched(BudgetSlots):
         assert live == B * H * self.length * slot
         assert live <= allocated <= B * H * budget * slot
 
-    def write(self, k, v, pos):
+    def write(
+        self,
+        k,
+        v,
+        pos,
+    ):
         super().write(k, v, pos)
         self.within()
 
@@ -119,7 +139,13 @@ class Watched(BudgetSlots):
         self.reads[self.seen] = self.length
         return super().attention(q, pos)
 
-    def step(self, q, k, v, pos):
+    def step(
+        self,
+        q,
+        k,
+        v,
+        pos,
+    ):
         y = super().step(q, k, v, pos)
         self.within()
         return y
@@ -136,7 +162,10 @@ def test_a_stream_never_exceeds_the_budget_at_any_moment(note):
     g = torch.Generator().manual_seed(2)
     for i in [1, 90, 7, 102, *[1] * (n - 200)]:
         shapes = [(B, heads, i, D) for heads in (H * G, H, H)]
-        feed(layer, *(torch.randn(shape, generator=g) for shape in shapes))
+        feed(
+            layer,
+            *(torch.randn(shape, generator=g) for shape in shapes),
+        )
     # the text is cut into as few pieces as the room allows
     pieces = [1, 64, 84, 91, 98, 104, 124, 144, 164, 184, 200]
     assert [*layer.reads][:11] == pieces
@@ -193,8 +222,14 @@ def test_counts_keep_the_largest_if_just_these_exceed_1_over_t(seed, history):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(budget=20, recent=-1), "recent is -1; it must be at least 0"),
-        (dict(budget=20, history=2**62), "history 4611686018427387904 .* to 1048576$"),
+        (
+            dict(budget=20, recent=-1),
+            "recent is -1; it must be at least 0",
+        ),
+        (
+            dict(budget=20, history=2**62),
+            "history 4611686018427387904 .* to 1048576$",
+        ),
         (
             dict(budget=17, recent=10, at_a_time=8),
             "budget 17 must be at least 18: the newest 10",

@@ -25,7 +25,11 @@ from nanollm.model import Config, rope, rope_frequencies
 B, H, G, D = 2, 2, 3, 5
 N = 13
 
-STORES = {"four": FourCache, "two": TwoCache, "factored": FactoredFourCache}
+STORES = {
+    "four": FourCache,
+    "two": TwoCache,
+    "factored": FactoredFourCache,
+}
 TILES = {
     f"factored in tiles of {tile}": partial(FactoredFourCache, tile=tile)
     for tile in (1, 40)
@@ -39,7 +43,14 @@ def new(name, **options):
     return (STORES | TILES)[name](**options)
 
 
-def feed(store, q, k, v, chunk, first=0):
+def feed(
+    store,
+    q,
+    k,
+    v,
+    chunk,
+    first=0,
+):
     """Return the output of a text fed in chunks, at positions from `first` on."""
     outputs = []
     for i in torch.arange(q.shape[2]).split(chunk):
@@ -48,11 +59,23 @@ def feed(store, q, k, v, chunk, first=0):
     return torch.cat(outputs, 2)
 
 
-def equal(x, y, atol=1e-12):
+def equal(
+    x,
+    y,
+    atol=1e-12,
+):
     return torch.allclose(x.double(), y, rtol=0, atol=atol)
 
 
-def attend_to(n, q, k1, k2, v1, v2, scale):
+def attend_to(
+    n,
+    q,
+    k1,
+    k2,
+    v1,
+    v2,
+    scale,
+):
     """Return softmax attention of a query row to the pairs (a, b) of n tokens.
 
     Their keys are k₁ₐ ∘ k₂ᵦ, their values v₁ₐ ∘ v₂ᵦ.
@@ -81,7 +104,11 @@ def text(n=N, integer=False):
 
 
 @once
-def expected(n, scale, integer=False):
+def expected(
+    n,
+    scale,
+    integer=False,
+):
     """Return the loop's output (B, H·G, n, D): query i attends to the pairs a, b ≤ i."""
     q, k, v = text(n, integer)
     y = torch.zeros(B, H * G, n, D, dtype=F64)
@@ -120,7 +147,10 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
     assert equal(permuted, y)
     assert equal(tensor_attention(q, k2, k1, v2, v1), y)
     if m == 4 == n:
-        note("T1", moved=sum(i != j for i, j in enumerate(order.tolist())))
+        note(
+            "T1",
+            moved=sum(i != j for i, j in enumerate(order.tolist())),
+        )
         # not keys alone
         assert not equal(tensor_attention(q, k2, k1, v1, v2), y, atol=1e-2)
 
@@ -148,7 +178,10 @@ def test_every_store_equals_the_loop_over_pairs_however_a_text_is_cut(name, chun
 @pytest.mark.parametrize("chunk", [1, N])
 @pytest.mark.parametrize("dtype, within", [(torch.float32, 5e-6), (F64, 1e-12)])
 def test_scores_whose_exp_overflows_or_vanishes_are_harmless(
-    name, chunk, dtype, within
+    name,
+    chunk,
+    dtype,
+    within,
 ):
     """Scores whose exp overflows or vanishes give the loop's outputs.
 
@@ -165,7 +198,11 @@ def test_scores_whose_exp_overflows_or_vanishes_are_harmless(
     assert score[-1].amin() < -1000
     # then all exps of a query are 0
     assert any((s.amax(-1) < -110).any() for s in score)
-    y = feed(new(name, scale=1.0), *(x.to(dtype) for x in (q, k, v)), chunk)
+    y = feed(
+        new(name, scale=1.0),
+        *(x.to(dtype) for x in (q, k, v)),
+        chunk,
+    )
     if name == "two":
         within = max(s.abs().max() for s in score).item() * torch.finfo(dtype).eps
     assert y.isfinite().all()
@@ -227,7 +264,9 @@ each_family = pytest.mark.parametrize("family", ["llama", "gpt2"])
 
 @pytest.mark.claim("T13")
 @each_family
-def test_its_attention_is_the_loop_over_pairs_from_its_own_weights(family):
+def test_its_attention_is_the_loop_over_pairs_from_its_own_weights(
+    family,
+):
     """PairAttention equals the loop over pairs computed from its weights, without rotation.
 
     The rows of qkv are: H·G queries, then k₁ and k₂ of head 0, of head 1, then v in the same order.
@@ -264,7 +303,10 @@ def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins():
 
     model = model_of_pairs()
     tokens = TOKENS[:, :9]
-    assert torch.equal(model(tokens, pos=torch.arange(9)[None] + 5), model(tokens))
+    assert torch.equal(
+        model(tokens, pos=torch.arange(9)[None] + 5),
+        model(tokens),
+    )
     # order matters
     assert not torch.allclose(model(tokens), model(tokens.flip(1)))
 
@@ -272,7 +314,9 @@ def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins():
 @pytest.mark.claim("T13")
 @each_family
 @torch.no_grad()
-def test_a_decoder_of_pairs_says_the_same_with_every_store(family):
+def test_a_decoder_of_pairs_says_the_same_with_every_store(
+    family,
+):
     model = model_of_pairs(family)
     whole = model(TOKENS)
     loop = TOKENS

@@ -11,7 +11,13 @@ from exact import F64, random
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.snap_kv import SnapKV
 from nanollm.cache import NEVER, begin_turn, make_cache
-from nanollm.rounded import GROUP, RoundedSlots, pack, quantise, unpack
+from nanollm.rounded import (
+    GROUP,
+    RoundedSlots,
+    pack,
+    quantise,
+    unpack,
+)
 from rounding import levels, rounded
 
 every_bits = pytest.mark.parametrize("bits", range(1, 9))
@@ -38,10 +44,17 @@ def test_codes_zero_and_scale_are_the_loops(bits):
 
 
 @every_bits
-def test_numbers_on_the_levels_and_equal_numbers_come_back_exactly(bits):
+def test_numbers_on_the_levels_and_equal_numbers_come_back_exactly(
+    bits,
+):
     """Also at the smallest step of 16 bits."""
     codes = torch.arange(2**bits, dtype=F64)
-    steps = (-5, 0.25), (-3e4, 64), (0, 2**-24), (-(2**-18), 2**-24)
+    steps = (
+        (-5, 0.25),
+        (-3e4, 64),
+        (0, 2**-24),
+        (-(2**-18), 2**-24),
+    )
     texts = [zero + scale * codes for zero, scale in steps]
     for c in (0, -7.5, 2**-24, 65504, -65504):
         texts.append(torch.full((5,), c, dtype=F64))
@@ -70,12 +83,15 @@ def text():
 def fed(Method, store=None):
     """Return a store that has read 90 tokens and 3 later ones, and the outputs of these."""
     layer = alone(
-        Method(budget=50, window_size=8), w_o=torch.zeros(4, H * G, D), store=store
+        Method(budget=50, window_size=8),
+        w_o=torch.zeros(4, H * G, D),
+        store=store,
     )
     q, k, v = text()
-    feed(layer, q[:, :, :n], k[:, :, :n], v[:, :, :n])
+    feed(layer, *(x[:, :, :n] for x in (q, k, v)))
     end(layer)
-    return layer, feed(layer, q[:, :, n:], k[:, :, n:], v[:, :, n:], chunk=1)
+    later = [x[:, :, n:] for x in (q, k, v)]
+    return layer, feed(layer, *later, chunk=1)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -90,11 +106,14 @@ def test_entries_are_those_of_the_method_rounded_by_loops(Method, bits):
     groups = 0
     for b, h in product(range(B), range(H)):
         kept = [i for i in exact.pos[b, h].tolist() if i < n]
-        k[b, h, kept] = rounded(k[b, h, kept], bits, GROUP, 0).float()
-        v[b, h, kept] = rounded(v[b, h, kept], bits, GROUP, 1).float()
+        old_k = rounded(k[b, h, kept], bits, GROUP, 0)
+        old_v = rounded(v[b, h, kept], bits, GROUP, 1)
+        k[b, h, kept] = old_k.float()
+        v[b, h, kept] = old_v.float()
         kept_mask[b, h, kept] = True
         groups += -(-len(kept) // GROUP)
-    visible = torch.ones(n + NEW, n + NEW).tril().bool()[n:] & kept_mask[:, :, None]
+    causal = torch.ones(n + NEW, n + NEW).tril().bool()
+    visible = causal[n:] & kept_mask[:, :, None]
     expected = dense(q[:, :, n:], k, v, visible)
     # a number halfway between two levels may be rounded to either
     atol = 2e-2 if bits == 2 else 5e-3
@@ -102,7 +121,9 @@ def test_entries_are_those_of_the_method_rounded_by_loops(Method, bits):
 
     # an entry's codes, 4 bytes for its value's range and 4 for its position; a group's key ranges
     old = int(kept_mask.sum()) - B * H * NEW
-    size = old * (2 * D * bits // 8 + 4 + 4) + groups * D * 4 + 8 * B * H
+    entry = 2 * D * bits // 8 + 4 + 4
+    size = old * entry + groups * D * 4
+    size += 8 * B * H
     live, allocated = layer.bytes()
     assert live == size + B * H * NEW * (2 * D * 4 + 4) <= allocated
     assert live < exact.bytes()[0]
@@ -112,7 +133,7 @@ def test_several_groups_of_a_head_keep_their_ranges_when_others_leave():
     """70 entries are three groups of keys. Entries that stay do not change, bit for bit."""
     layer = alone(store=RoundedSlots)
     q, k, v = text()
-    feed(layer, q[:, :, :70], k[:, :, :70], v[:, :, :70])
+    feed(layer, *(x[:, :, :70] for x in (q, k, v)))
     end(layer)
     g = torch.Generator().manual_seed(5)
     for _ in range(6):
@@ -125,18 +146,30 @@ def test_several_groups_of_a_head_keep_their_ranges_when_others_leave():
             left = layer.pos[b, h] != NEVER
             for x, old in zip((layer.k, layer.v, layer.pos), before):
                 assert torch.equal(x[b, h, left], old[b, h, stays])
-        feed(layer, q[:, :, 70:73], k[:, :, 70:73], v[:, :, 70:73], chunk=1)
+        feed(
+            layer,
+            q[:, :, 70:73],
+            k[:, :, 70:73],
+            v[:, :, 70:73],
+            chunk=1,
+        )
 
 
 def test_nothing_may_be_left_of_the_prompt():
     """All rounded entries leave; later tokens go on as if they had been the first."""
     layer = alone(store=partial(RoundedSlots, bits=3))
     q, k, v = text()
-    feed(layer, q[:, :, :20], k[:, :, :20], v[:, :, :20])
+    feed(layer, *(x[:, :, :20] for x in (q, k, v)))
     end(layer)
     layer.keep_chosen(torch.zeros_like(layer.pos).bool())
     part = slice(20, 30)
-    y = feed(layer, q[:, :, part], k[:, :, part], v[:, :, part], chunk=3)
+    y = feed(
+        layer,
+        q[:, :, part],
+        k[:, :, part],
+        v[:, :, part],
+        chunk=3,
+    )
     causal = torch.ones(10, 10).tril().bool()[None, None]
     expected = dense(q[:, :, part], k[:, :, part], v[:, :, part], causal)
     assert torch.allclose(y, expected, atol=1e-5)
@@ -149,7 +182,7 @@ def test_later_turns_are_rounded_too_and_keys_and_values_cannot_be_changed():
     for start, stop in ((0, 20), (20, 45)):
         begin_turn([layer])
         part = slice(start, stop)
-        feed(layer, q[:, :, part], k[:, :, part], v[:, :, part])
+        feed(layer, *(x[:, :, part] for x in (q, k, v)))
         end(layer)
         assert layer.rounded
         assert layer.new("k").numel() == 0

@@ -26,12 +26,18 @@ class Watching(Method):
     def __init__(self):
         self.shown = []
 
-    def observe(self, layer, q, p):
+    def observe(
+        self,
+        layer,
+        q,
+        p,
+    ):
         self.shown.append(p.shape[3])
 
 
 @pytest.mark.parametrize(
-    "decoding, tiles", [(False, [64, 64, 64, 64, 44]), (True, [300])]
+    "decoding, tiles",
+    [(False, [64, 64, 64, 64, 44]), (True, [300])],
 )
 def test_a_long_prompt_is_watched_in_tiles_and_a_long_question_whole(decoding, tiles):
     """The question may evict once."""
@@ -60,7 +66,10 @@ def test_growth_keeps_slack_small_and_does_not_copy_at_every_token():
 # slots that heads keep; −1: no slot
 EVEN = [[[1, 4, 8], [0, 2, 3]], [[5, 6, 7], [2, 4, 6]]]
 UNEVEN = [[[1, 4, 8], [2, -1, -1]], [[5, 6, -1], [2, 4, 6]]]
-ALL_OR_NONE = [[[*range(9)], [2] + [-1] * 8], [[-1] * 9, [5, 6] + [-1] * 7]]
+ALL_OR_NONE = [
+    [[*range(9)], [2] + [-1] * 8],
+    [[-1] * 9, [5, 6] + [-1] * 7],
+]
 
 
 class Numbered(Method):
@@ -106,9 +115,15 @@ UNLIKE = [[[1, 4, 8], [2, -1, -1]], [[5, 8, -1], [6, 7, -1]]]
 @pytest.mark.parametrize("store", [Slots, PackedSlots, RoundedSlots])
 @pytest.mark.parametrize("kept", [None, ALIKE, UNLIKE])
 @pytest.mark.parametrize(
-    "new, n", [(0, 9), (0, 8), (0, 6), (2, 11), (2, 10), (2, 7), (2, 0)]
+    "new, n",
+    [(0, 9), (0, 8), (0, 6), (2, 11), (2, 10), (2, 7), (2, 0)],
 )
-def test_crop_forgets_the_newest_tokens(store, kept, new, n):
+def test_crop_forgets_the_newest_tokens(
+    store,
+    kept,
+    new,
+    n,
+):
     """Entries of tokens before n are left, and new ones come as if no others had been there."""
     layer = alone(store=store)
     fill(layer, 9)
@@ -157,10 +172,15 @@ def test_numbers_of_new_entries_are_0_also_where_another_entry_was():
 
 
 @pytest.mark.parametrize("store", [Slots, PackedSlots, RoundedSlots])
-def test_a_misspelt_name_and_numbers_of_another_shape_are_refused(store):
+def test_a_misspelt_name_and_numbers_of_another_shape_are_refused(
+    store,
+):
     layer = alone(Numbered(), store=store)
     fill(layer, 9)
-    for x in layer.slot, lambda name: layer.put(name, torch.zeros(2, 2, 9)):
+    for x in (
+        layer.slot,
+        lambda name: layer.put(name, torch.zeros(2, 2, 9)),
+    ):
         with pytest.raises(KeyError, match="scroe"):
             x("scroe")
     with pytest.raises(ValueError, match=r"score \(2, 2, 8\) must be \(2, 2, 9\)"):
@@ -171,7 +191,10 @@ def test_a_misspelt_name_and_numbers_of_another_shape_are_refused(store):
 def test_shrinking_ragged_heads_drops_empty_slots_first(budget):
     layer = Slots()
     fill(layer, 9)
-    row = [[1, 4, 6, 8], [2, 3, -1, -1]], [[0, 5, 7, -1], [2, 4, 6, 8]]
+    row = (
+        [[1, 4, 6, 8], [2, 3, -1, -1]],
+        [[0, 5, 7, -1], [2, 4, 6, 8]],
+    )
     layer.keep(torch.tensor(row))
     layer.shrink(layer.pos.float(), budget)
     newest = [[4, 6, 8], [2, 3]], [[0, 5, 7], [4, 6, 8]]

@@ -23,7 +23,13 @@ def text():
     return q * 2, k, v
 
 
-def merged(values, attention, gone, coins, targets):
+def merged(
+    values,
+    attention,
+    gone,
+    coins,
+    targets,
+):
     """Return the values that stay, some with parts of those that leave added."""
     stay = [i for i in values if i not in gone]
     mean = sum(attention[j] for j in stay) / len(stay)
@@ -39,7 +45,15 @@ def merged(values, attention, gone, coins, targets):
     return new
 
 
-def by_loop(q, k, v, newest, leave, targets, coins):
+def by_loop(
+    q,
+    k,
+    v,
+    newest,
+    leave,
+    targets,
+    coins,
+):
     """Yield, after each token, the values by kept token and the outputs of the query heads.
 
     One key/value head: q (G, T, D), k and v (T, D). coins: for each eviction, one random number per
@@ -62,11 +76,20 @@ def by_loop(q, k, v, newest, leave, targets, coins):
 
 @pytest.mark.parametrize(
     "recent, leave, targets",
-    [(0.5, 1, 4), (0.5, 6, 1), (0.0, 5, 3), (0.25, 4, 100), (0.75, 1, 100)],
+    [
+        (0.5, 1, 4),
+        (0.5, 6, 1),
+        (0.0, 5, 3),
+        (0.25, 4, 100),
+        (0.75, 1, 100),
+    ],
 )
 @pytest.mark.parametrize("chunk", [1, 7, T])
 def test_values_and_outputs_are_the_loops_however_the_text_is_cut(
-    recent, leave, targets, chunk
+    recent,
+    leave,
+    targets,
+    chunk,
 ):
     q, k, v = text()
     generator = torch.Generator().manual_seed(3002)  # of seed 3 and layer 2
@@ -78,7 +101,11 @@ def test_values_and_outputs_are_the_loops_however_the_text_is_cut(
         own = iter([coin[b, h].tolist() for coin in coins])
         loops[b, h] = [*by_loop(*head, newest, leave, targets, own)]
 
-    layer = alone(CaM(BUDGET, recent, leave, targets, seed=3), index=2, layers=3)
+    layer = alone(
+        CaM(BUDGET, recent, leave, targets, seed=3),
+        index=2,
+        layers=3,
+    )
     outputs = []
     for part in torch.arange(T).split(chunk):
         outputs.append(feed(layer, text(), len(part)))
@@ -100,11 +127,16 @@ def test_values_and_outputs_are_the_loops_however_the_text_is_cut(
 
 @pytest.mark.parametrize("chunk", [300, 1])
 def test_attention_is_added_up_in_32_bits(chunk):
-    check_sums(CaM(budget=300), lambda layer: layer.slot("accumulated"), chunk)
+    check_sums(
+        CaM(budget=300),
+        lambda layer: layer.slot("accumulated"),
+        chunk,
+    )
 
 
 def test_bad_options_are_refused():
     with pytest.raises(
-        ValueError, match="budget 20 must be at least 23: the newest 22"
+        ValueError,
+        match="budget 20 must be at least 23: the newest 22",
     ):
         CaM(budget=20, recent=1.1)

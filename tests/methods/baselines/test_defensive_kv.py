@@ -6,13 +6,21 @@ import pytest
 import torch
 
 from common import decoder, end, feed
-from methods.baselines.defensive_kv import DefensiveKV, LayerDefensiveKV
+from methods.baselines.defensive_kv import (
+    DefensiveKV,
+    LayerDefensiveKV,
+)
 from nanollm.cache import NEVER, begin_turn, crop, make_cache
 
 B, H, G, D, LAYERS, WINDOW, BUDGET = 2, 2, 3, 8, 3, 4, 12
 
 
-def rows_of(q, k, held, seen):
+def rows_of(
+    q,
+    k,
+    held,
+    seen,
+):
     """Return the rows (G·w) of the window's weights for the tokens in `held`: q (G, T, D)."""
     rows = []
     for g in range(G):
@@ -25,7 +33,15 @@ def rows_of(q, k, held, seen):
     return rows
 
 
-def scores_of(rows, v, w_o, before, room, mass, kernel_size):
+def scores_of(
+    rows,
+    v,
+    w_o,
+    before,
+    room,
+    mass,
+    kernel_size,
+):
     """Return the scores of the entries before the window, infinite in the first stage.
 
     v (before, D): their values. w_o (d_model, G, D). Returns also how many the first stage takes.
@@ -53,7 +69,16 @@ def scores_of(rows, v, w_o, before, room, mass, kernel_size):
     return score, len(first)
 
 
-def kept_by_loop(layers, w_o, held, seen, n, across, mass, kernel_size):
+def kept_by_loop(
+    layers,
+    w_o,
+    held,
+    seen,
+    n,
+    across,
+    mass,
+    kernel_size,
+):
     """Return the positions that stay by layer and head, and the largest first stage.
 
     held[layer, h]: the positions before. Of `seen` tokens n are left. layers: q, k, v of a row.
@@ -86,13 +111,25 @@ def kept_by_loop(layers, w_o, held, seen, n, across, mass, kernel_size):
 @pytest.mark.parametrize("mass, kernel_size", [(0.5, 3), (0.0, 1), (0.9, 7)])
 @pytest.mark.parametrize("cropped, turns", [(0, (40, 9)), (1, (40,))])
 @torch.no_grad()
-def test_kept_entries_are_the_loops(Method, mass, kernel_size, cropped, turns):
+def test_kept_entries_are_the_loops(
+    Method,
+    mass,
+    kernel_size,
+    cropped,
+    turns,
+):
     """Also after a second turn, and if the last token is forgotten before the compression."""
     g = torch.Generator().manual_seed(7)
     shapes = [(B, heads, sum(turns), D) for heads in (H * G, H, H)]
     layers = [[2 * torch.randn(x, generator=g) for x in shapes] for _ in range(LAYERS)]
     options = dict(mass=mass, kernel_size=kernel_size)
-    caches = make_cache(decoder(), Method, budget=BUDGET, window_size=WINDOW, **options)
+    caches = make_cache(
+        decoder(),
+        Method,
+        budget=BUDGET,
+        window_size=WINDOW,
+        **options,
+    )
     w_o = [cache.w_o for cache in caches]
     held = [{(i, h): [] for i in range(LAYERS) for h in range(H)} for _ in range(B)]
     start = 0

@@ -9,7 +9,13 @@ from loops import PROMPT, check_kept, check_sums, each_cut
 from methods.baselines.h2o import H2O
 
 
-def heavy_hitters(q, k, parts, budget, recent):
+def heavy_hitters(
+    q,
+    k,
+    parts,
+    budget,
+    recent,
+):
     """F adds up attention; the token with the least F outside the recent ones is evicted."""
     F = [[{} for _ in range(H)] for _ in range(B)]
     newest = max(1, round(recent * budget))
@@ -44,4 +50,8 @@ def test_bad_options_are_refused(budget, recent):
 
 @pytest.mark.parametrize("chunk", [300, 1])
 def test_attention_is_added_up_in_32_bits(chunk):
-    check_sums(H2O(budget=300), lambda layer: layer.slot("accumulated"), chunk)
+    check_sums(
+        H2O(budget=300),
+        lambda layer: layer.slot("accumulated"),
+        chunk,
+    )

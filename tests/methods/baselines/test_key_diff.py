@@ -7,7 +7,12 @@ from loops import PROMPT, check_kept, each_cut
 from methods.baselines.key_diff import KeyDiff, likeness
 
 
-def like_the_others(q, k, parts, budget):
+def like_the_others(
+    q,
+    k,
+    parts,
+    budget,
+):
     """Evict at once the keys with the highest cosine to the mean direction."""
     kept = [[[] for _ in range(H)] for _ in range(B)]
     for part in parts:
@@ -36,5 +41,9 @@ def test_empty_slots_take_no_part_in_the_mean():
     layer.write(k, k, torch.arange(6)[None])
     layer.keep_chosen(torch.tensor([[[1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 1, 1]]]).bool())
     other = alone(KeyDiff(budget=4))
-    other.write(k[:, 1:, [1, 4, 5]], k[:, 1:, [1, 4, 5]], torch.arange(3)[None])
+    other.write(
+        k[:, 1:, [1, 4, 5]],
+        k[:, 1:, [1, 4, 5]],
+        torch.arange(3)[None],
+    )
     assert torch.allclose(likeness(layer)[:, 1, 3:], likeness(other)[:, 0])

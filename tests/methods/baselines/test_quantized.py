@@ -32,16 +32,33 @@ def layer_of(**options):
 
 CASES = {  # options, tokens of the prompt
     "2 bits": (dict(bits=2, group_size=8, residual_length=5), 25),
-    "more tokens than channels": (dict(bits=5, group_size=17, residual_length=1), 27),
-    "each alone": (dict(bits=4, group_size=1, residual_length=3), 10),
-    "one too few": (dict(bits=8, group_size=8, residual_length=8), 15),
-    "nothing exact": (dict(bits=1, group_size=4, residual_length=0), 3),
+    "more tokens than channels": (
+        dict(bits=5, group_size=17, residual_length=1),
+        27,
+    ),
+    "each alone": (
+        dict(bits=4, group_size=1, residual_length=3),
+        10,
+    ),
+    "one too few": (
+        dict(bits=8, group_size=8, residual_length=8),
+        15,
+    ),
+    "nothing exact": (
+        dict(bits=1, group_size=4, residual_length=0),
+        3,
+    ),
 }
 # where each row of the batch starts
 FIRST = torch.tensor([[1000], [7]], dtype=torch.int32)
 
 
-def feed(layer, prompt, chunk, block):
+def feed(
+    layer,
+    prompt,
+    chunk,
+    block,
+):
     """Feed a text, `chunk` prompt tokens at a time, then `block`; yield parts and outputs."""
     for a, b in pairwise([*range(0, prompt, chunk), *range(prompt, T, block), T]):
         pos = FIRST + torch.arange(a, b, dtype=torch.int32)
@@ -51,7 +68,15 @@ def feed(layer, prompt, chunk, block):
         yield a, b, y
 
 
-def check_bytes(layer, seen, before, after, bits, group_size, **_):
+def check_bytes(
+    layer,
+    seen,
+    before,
+    after,
+    bits,
+    group_size,
+    **_,
+):
     """Compare `bytes` with a count by hand, if `before` tokens were rounded and now `after` are.
 
     A buffer is at most a tenth too large.
@@ -90,7 +115,12 @@ def test_the_oldest_groups_are_rounded_as_in_the_loop_and_attended_to(
             torch.cat((x[:, :, :before], exact[:, :, before:seen]), 2)
             for x, exact in zip(coarse, kv)
         )
-        expected = dense(q[:, :, start:seen], k, v, visible.expand(B, H, -1, -1))
+        expected = dense(
+            q[:, :, start:seen],
+            k,
+            v,
+            visible.expand(B, H, -1, -1),
+        )
         assert torch.allclose(y, expected, atol=1e-9), seen
 
         after = 0
@@ -136,14 +166,23 @@ def test_one_new_token_attends_to_what_is_read_and_no_copy_of_it_is_kept(dtype, 
     layer.slots |= {name: layer.slots[name].to(F64) for name in "kv"}
     keys, values, pos, _ = layer.read()
     expected = dense(q[:, :, -1:].to(F64), keys, values, pos[:, :, None] < T)
-    assert torch.allclose(y.to(F64), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    assert torch.allclose(
+        y.to(F64),
+        expected,
+        rtol=torch.finfo(dtype).eps,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("head_dim, group", [(12, 4), (16, 12)])
 def test_head_dims_are_multiples_of_8_and_of_the_group(head_dim, group):
     message = f"{head_dim} must be a multiple of 8, and of {group}"
     with pytest.raises(ValueError, match=message):
-        make_cache(decoder(head_dim=head_dim), Quantized, group_size=group)
+        make_cache(
+            decoder(head_dim=head_dim),
+            Quantized,
+            group_size=group,
+        )
 
 
 def test_bad_options_are_refused():

@@ -9,17 +9,36 @@ import torch
 
 from common import clusters_of, feed
 from exact import F64, random, seeded
-from methods.baselines.sub_gen import Stream, SubGen, SubGen2Cache, SubGen4Cache
+from methods.baselines.sub_gen import (
+    Stream,
+    SubGen,
+    SubGen2Cache,
+    SubGen4Cache,
+)
 from methods.tensor_attention import tensor_attention
 from nanollm.cache import Slots
 
-STORES = {"tokens": SubGen, "two": SubGen2Cache, "four": SubGen4Cache}
-VECTORS = {"tokens": 1, "two": 2, "four": 2}  # keys, and values, of a token
+STORES = {
+    "tokens": SubGen,
+    "two": SubGen2Cache,
+    "four": SubGen4Cache,
+}
+VECTORS = {
+    "tokens": 1,
+    "two": 2,
+    "four": 2,
+}  # keys, and values, of a token
 each_store = pytest.mark.parametrize("name", STORES)
 each_chunk = pytest.mark.parametrize("chunk", [1, 3, None])
 
 
-def streamed(k, radius, samples=1, draws=1, chunk=None):
+def streamed(
+    k,
+    radius,
+    samples=1,
+    draws=1,
+    chunk=None,
+):
     """Feed keys k (B, H, T, D) in chunks; return the stream and the cluster of each key."""
     stream = Stream(k, radius, samples, draws, seeded(0))
     clusters = []
@@ -40,7 +59,11 @@ def streamed(k, radius, samples=1, draws=1, chunk=None):
     st.sampled_from([0.0, 1.0, 1.3, 2.0, 5.0, 100.0, math.inf]),
 )
 def test_a_key_joins_the_oldest_cluster_it_may_however_the_text_is_cut(
-    seed, n, D, chunk, radius
+    seed,
+    n,
+    D,
+    chunk,
+    radius,
 ):
     """Heads have their own clusters. Keys are whole numbers, so many distances equal the radius."""
     k = torch.randint(-3, 4, (2, 2, n, D), generator=seeded(seed)).double()
@@ -65,14 +88,27 @@ def test_texts_and_heads_are_drawn_apart():
         assert len(drawn.flatten(0, 1).unique(dim=0)) == 4
 
 
-def text(name, B=2, H=2, G=3, n=9, D=3):
+def text(
+    name,
+    B=2,
+    H=2,
+    G=3,
+    n=9,
+    D=3,
+):
     """Return q, k, v in the decoder's layout, heads inside tokens."""
     q = random(B, n, H * G, D).transpose(1, 2)
     k, v = random(2, B, n, H, VECTORS[name] * D, seed=1).transpose(2, 3)
     return q, k, v
 
 
-def exactly(q, k, v, scale, vectors):
+def exactly(
+    q,
+    k,
+    v,
+    scale,
+    vectors,
+):
     """Return causal attention, or tensor attention, by definition."""
     G = q.shape[1] // k.shape[1]
     rows = []
@@ -175,7 +211,9 @@ def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
 
 
 @pytest.mark.claim("T9", "T10")
-def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(note):
+def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(
+    note,
+):
     """If keys repeat, SubGen4Cache's memory stays the same and SubGen2Cache's grows by the tokens.
 
     Each head has 4 different keys.

@@ -8,15 +8,32 @@ import torch
 from common import decoder, end, tasks
 from methods.baselines.kvzip_fast import FastKVzip
 from methods.ours import question_gates
-from methods.ours.question_gates import QuestionGates, ask, chosen, surprise, taught
+from methods.ours.question_gates import (
+    QuestionGates,
+    ask,
+    chosen,
+    surprise,
+    taught,
+)
 from nanollm import TINY, checkpoint
 from nanollm.cache import make_cache
 from nanollm.generate import prefill
 
-SIZE = dict(vocab_size=2048, n_layers=2, n_heads=4, n_kv_heads=2, max_len=200)
+SIZE = dict(
+    vocab_size=2048,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    max_len=200,
+)
 
 
-def soft(s, share, tau, free):
+def soft(
+    s,
+    share,
+    tau,
+    free,
+):
     """Return σ((s − θ)/τ) of the free entries, a function of s: θ moves so that the sum stays."""
     ranked = s.masked_fill(~free, math.inf)
     theta = ranked.flatten().topk(int(share * s.numel())).values[-1]
@@ -107,9 +124,22 @@ def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
     given = torch.zeros(c.n_layers, n + 1, c.n_kv_heads)
     g = torch.Generator().manual_seed(2)
     given[:, :-1] = torch.randn(given[:, 1:].shape, generator=g) / 30
-    options = dict(documents=4, T=160, rows=4, shares=(0.25,), task_names=("needle",))
+    options = dict(
+        documents=4,
+        T=160,
+        rows=4,
+        shares=(0.25,),
+        task_names=("needle",),
+    )
     state = torch.get_rng_state()
-    gates = taught(model, tasks("test"), given, steps=40, rate=0.01, **options)
+    gates = taught(
+        model,
+        tasks("test"),
+        given,
+        steps=40,
+        rate=0.01,
+        **options,
+    )
     assert torch.equal(torch.get_rng_state(), state)
     assert not gates.requires_grad
     assert all(p.grad is None for p in model.parameters())
@@ -141,7 +171,14 @@ def test_steps_take_turns_among_questions_and_shares(monkeypatch):
     given[:, -1] = 0
     names = ("copy", "needle")
     shares = (0.5, 0.3, 0.2)
-    options = dict(documents=2, T=150, rows=1, seed=3, shares=shares, task_names=names)
+    options = dict(
+        documents=2,
+        T=150,
+        rows=1,
+        seed=3,
+        shares=shares,
+        task_names=names,
+    )
     taught(model, tasks("test"), given, steps=7, **options)
     asked = ask(model, tasks("test"), names, 2, 150, 3, 1)
     assert len(asked) == 4
@@ -150,7 +187,9 @@ def test_steps_take_turns_among_questions_and_shares(monkeypatch):
     assert steps == expected
 
 
-def test_calibration_begins_with_the_gates_of_a_few_texts(monkeypatch):
+def test_calibration_begins_with_the_gates_of_a_few_texts(
+    monkeypatch,
+):
     def lessons(model, tasks, documents):
         return documents, tasks
 
