@@ -1,4 +1,4 @@
-"""A decoder's caches: one method, a store for each layer, and when the prompt ends."""
+"""A decoder's caches: a store for each layer, numbers of tokens that do not fit, and memory."""
 
 from functools import partial
 
@@ -8,83 +8,20 @@ import torch
 from common import TOKENS, decoder
 from lab.kept import full_cache_bytes
 from methods.baselines.cam import CaM
-from methods.baselines.h2o import H2O
-from methods.baselines.quantized import Quantized
 from methods.baselines.streaming_llm import StreamingLLM
 from methods.kv_reviver import KVReviver
 from methods.scissorhands import Scissorhands
-from nanollm.cache import (
-    Method,
-    PackedSlots,
-    Slots,
-    begin_turn,
-    cache_bytes,
-    compress,
-    copied,
-    crop,
-    make_cache,
-)
+from nanollm.cache import Slots, cache_bytes, compress, crop, make_cache
 from nanollm.model import Config
 from nanollm.rounded import RoundedSlots
 
 
-def test_layers_share_a_method_and_have_a_store_each():
-    model = decoder()
-    caches = make_cache(model, H2O, budget=8)
-    assert [layer.index for layer in caches] == [0, 1, 2]
-    assert {id(layer.method) for layer in caches} == {id(caches[0].method)}
-    assert all(type(layer) is PackedSlots for layer in caches)
-    few = make_cache(model, H2O, store=partial(RoundedSlots, bits=3), budget=8)
-    assert [layer.bits for layer in few] == [3, 3, 3]
-    assert type(make_cache(model)[0].method) is Method
-
-
-@pytest.mark.parametrize(
-    "Kind", [KVReviver, Scissorhands, CaM, StreamingLLM, Quantized]
-)
+@pytest.mark.parametrize("Kind", [KVReviver, Scissorhands, CaM, StreamingLLM])
 @pytest.mark.parametrize("store", [Slots, partial(RoundedSlots, bits=4)])
 def test_a_store_for_a_method_that_has_its_own_is_refused(Kind, store):
-    options = {} if Kind is Quantized else dict(budget=64)
-    with pytest.raises(
-        ValueError, match=f"{Kind.__name__} keeps its entries in .* own"
-    ):
-        make_cache(decoder(), Kind, store=store, **options)
-
-
-class Ends(Method):
-    """Notes the prompts that were compressed."""
-
-    def compress(self, model, tokens, layers):
-        super().compress(model, tokens, layers)
-        self.prompts = [*getattr(self, "prompts", ()), tokens.shape[1]]
-
-
-@torch.no_grad()
-def test_a_prompt_ends_once_and_a_turn_begins_another():
-    model = decoder()
-    caches = make_cache(model, Ends)
-    model(TOKENS[:, :9], caches)
-    compress(model, TOKENS[:, :9], caches)
-    assert all(layer.prompt_done for layer in caches)
-    begin_turn(caches)
-    assert not any(layer.prompt_done for layer in caches)
-    model(TOKENS[:, 9:12], caches)
-    compress(model, TOKENS[:, :12], caches)
-    assert caches[0].method.prompts == [9, 12]
-
-
-@torch.no_grad()
-def test_a_copy_goes_its_own_way():
-    model = decoder()
-    caches = make_cache(model, H2O, budget=8)
-    model(TOKENS[:, :9], caches)
-    compress(model, TOKENS[:, :9], caches)
-    copy = copied(caches)
-    expected = model(TOKENS[:, 9:10], caches)
-    model(TOKENS[:, 12:13], caches)
-    assert torch.equal(model(TOKENS[:, 9:10], copy), expected)
-    assert copy[0].method is caches[0].method
-    assert copy[0].model is model
+    message = f"{Kind.__name__} keeps its entries in a store of its own"
+    with pytest.raises(ValueError, match=message):
+        make_cache(decoder(), Kind, store=store, budget=64)
 
 
 @torch.no_grad()
