@@ -3,7 +3,6 @@
 `check_walk(Method, walk, changed)` compares a method with them after every step.
 """
 
-from functools import cache as once
 from itertools import pairwise, product
 import math
 
@@ -11,14 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from common import alone, end
+from common import alone, end, feed
 from exact import F64, random
 from methods.kv_reviver import PRIME, Sketch
-from methods.ours.kv_reviver_shrunk import (
-    MeanSketch,
-    ShrunkReviver,
-    ShrunkSketch,
-)
+from methods.ours.kv_reviver_shrunk import MeanSketch, ShrunkReviver, ShrunkSketch
 
 B, H, G, D = 2, 2, 3, 4
 VECTOR = 2 * D * 8  # bytes of a key and a value
@@ -37,25 +32,21 @@ class Lists:
         self.inside = set()
         self.bucket_by = sketch.bucket_by.T.tolist()
         self.sign_by = sketch.sign_by.T.tolist()
-        self.h = once(lambda i, J: hashed(self.bucket_by[i], J) % self.b)
-        self.g = once(lambda i, J: 1 - 2 * (hashed(self.sign_by[i], J) % 2))
 
-    def signed(
-        self,
-        i,
-        J,
-        x,
-    ):
+    def h(self, i, J):
+        return hashed(self.bucket_by[i], J) % self.b
+
+    def g(self, i, J):
+        return 1 - 2 * (hashed(self.sign_by[i], J) % 2)
+
+    def signed(self, i, J, x):
         sign = self.g(i, J)
-        key_sign = 1 if self.kind in (Sketch, MeanSketch) else sign
-        return np.concatenate((x[:D] * key_sign, x[D:] * sign))
+        signs = np.array([sign] * 2 * D)
+        if self.kind in (Sketch, MeanSketch):
+            signs[:D] = 1  # of keys
+        return x * signs
 
-    def insert(
-        self,
-        J,
-        x,
-        times=1,
-    ):
+    def insert(self, J, x, times=1):
         for i in range(self.r):
             self.x[i, self.h(i, J)] += times * self.signed(i, J, x)
         self.total += times * x
@@ -79,40 +70,23 @@ class Lists:
             rows.append(self.signed(i, J, x - signs * mean))
         return mean + factor * np.sort(rows, 0)[self.r // 2]
 
-    def is_in(self, x):
-        return np.allclose(x, self.x.reshape(-1, 2 * D), rtol=0, atol=1e-9)
-
 
 def hashed(c, J):
     return (c[0] * J**3 + c[1] * J**2 + c[2] * J + c[3]) % PRIME
 
 
-def sizes(
-    seen,
-    Method,
-    budget,
-    vague=0.1,
-    recent=0.45,
-    rows=3,
-    slack=8,
-    **_,
-):
-    """Return the slots of a row, of Recent and of Candidate, and the sketch's bytes.
-
-    A number has 8 bytes.
-    """
-    width = 0
-    if vague:
-        width = max(
-            1,
-            math.floor(vague * budget * ENTRY / (rows * VECTOR)),
-        )
-    sketch = rows * width * VECTOR
+def sizes(seen, Method, options):
+    """Return the slots of a row, of Recent and of Candidate, and the sketch's bytes."""
+    budget = options["budget"] * ENTRY
+    vague = options["vague"]
+    row = options["rows"] * VECTOR  # a slot in each row
+    width = max(1, math.floor(vague * budget / row)) if vague else 0
+    sketch = width * row
     if Method is ShrunkReviver and width:
         sketch += VECTOR
-    slots = math.floor((budget * ENTRY - sketch - 4 * seen) / ENTRY) - slack
-    newest = round(slots * recent / (1 - vague))
-    return width, newest, slots - newest, sketch
+    slots = math.floor((budget - sketch - 4 * seen) / ENTRY) - options["slack"]
+    newest = round(slots * options["recent"] / (1 - vague))
+    return (width, newest, slots - newest), sketch
 
 
 class Head:
@@ -133,21 +107,17 @@ class Head:
         self.seen = {}
         self.score = {}
 
-    def attend(
-        self,
-        q,
-        x,
-        part,
-    ):
+    def attend(self, q, x, part):
         """Return the outputs (G, T, D) of a part's tokens: q (G, T, D), x = [k, v] (T, 2D)."""
         self.recent += part
-        self.exact |= dict(zip(part, x))
-        self.seen |= dict(zip(part, x))
+        new = dict(zip(part, x))
+        self.exact |= new
+        self.seen |= new
         self.score |= dict.fromkeys(part, 0.0)
         tokens = np.array([*self.seen])
         x = np.stack([*self.seen.values()])
         y = np.zeros(q.shape)
-        for g, (n, t) in product(range(len(q)), enumerate(part)):
+        for g, (n, t) in product(range(G), enumerate(part)):
             weight = np.exp(x[:, :D] @ q[g, n] / math.sqrt(D)) * (tokens <= t)
             weight /= weight.sum()
             y[g, n] = weight @ x[:, D:]
@@ -159,7 +129,7 @@ class Head:
         return self.score[J], J
 
     def compress(self, seen, sketch):
-        _, newest, candidates, _ = sizes(seen, self.Method, **self.options)
+        (_, newest, candidates), _ = sizes(seen, self.Method, self.options)
         if len(self.exact) > newest + candidates + self.options["slack"]:
             n = max(len(self.recent) - newest, 0)
             old = self.candidate + self.recent[:n]
@@ -182,11 +152,7 @@ class Head:
             self.lists.insert(J, x)
             self.vague.append(J)
 
-    def swap(
-        self,
-        J,
-        best,
-    ):
+    def swap(self, J, best):
         x = self.lists.query(best)
         self.lists.insert(best, x, -1)
         self.lists.insert(J, self.exact.pop(J))
@@ -209,126 +175,78 @@ def texts(T, dtype=F64):
     return [x.to(dtype) for x in (q, k, v)]
 
 
-def parts_of(
-    T,
-    prompt,
-    chunk=None,
-    block=1,
-):
-    starts = (
-        *range(0, prompt, chunk or prompt),
-        *range(prompt, T, block),
-        T,
-    )
+def parts_of(T, prompt, chunk=None, block=1):
+    starts = *range(0, prompt, chunk or prompt), *range(prompt, T, block), T
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def step(
-    layer,
-    q,
-    k,
-    v,
-    part,
-    prompt,
-):
-    i = slice(part.start, part.stop)
-    pos = torch.arange(part.start, part.stop)[None]
-    y = layer.attend(q[:, :, i], k[:, :, i], v[:, :, i], pos)
+def step(layer, text, part, prompt):
+    """Feed a part of the text; compress if it ends the prompt."""
+    y = feed(layer, text, len(part))
     if part.stop == prompt:
         end(layer)
     return y
 
 
-OPTIONS = dict(
-    budget=26,
-    vague=0.3,
-    recent=0.3,
-    slack=2,
-    replace_rate=1.1,
-    rows=3,
-)
+OPTIONS = dict(budget=26, vague=0.3, recent=0.3, slack=2, replace_rate=1.1, rows=3)
 # tokens of the prompt; per part in it; after it
 WHOLE, PARTS, SHORT = (36, 36, 1), (36, 7, 3), (3, 2, 1)
 
 
-def check_walk(
-    Method,
-    walk,
-    changed,
-    T=50,
-):
+def check_walk(Method, walk, changed, T=50):
     """Compare outputs, exact and vague tokens, scores, sketch and bytes after every step."""
     options = OPTIONS | changed
     prompt = walk[0]
     q, k, v = texts(T)
+    x = torch.cat((k, v), -1).numpy()
+    asked = q.unflatten(1, (H, G)).numpy()
     layer = alone(Method(**options))
     heads = {at: Head(Method, options) for at in product(range(B), range(H))}
     for part in parts_of(T, *walk):
-        y = step(layer, q, k, v, part, prompt).unflatten(1, (H, G))
+        y = step(layer, (q, k, v), part, prompt).unflatten(1, (H, G))
         assert layer.cached_vague is None  # `bytes` does not count it
-        keys, values, pos, bias = layer.read()
-        layer.cached_vague = None
-        assert bias is None
-        read = torch.cat((keys, values), -1)
         for at, head in heads.items():
-            asked = q.unflatten(1, (H, G))[at][:, part]
-            x = torch.cat((k, v), -1)[at][part]
-            expected = head.attend(asked.numpy(), x.numpy(), part)
+            expected = head.attend(asked[at][:, part], x[at][part], part)
             assert np.allclose(y[at], expected, atol=1e-5), part
             if part.stop >= prompt:
                 head.compress(part.stop, layer.sketch)
             check_head(layer, at, head)
-            shown = dict(zip(pos[at].tolist(), read[at]))
-            assert head.seen.keys() == shown.keys()
-            assert not options["vague"] or len(shown) == part.stop
-            for J, x in head.seen.items():
-                assert np.allclose(x, shown[J], atol=1e-9)
-        check_bytes(layer, part.stop, Method, options)
-        if part.stop >= prompt:
-            check_budget(layer, part.stop, Method, options)
+        layer.cached_vague = None
+        check_bytes(layer, part.stop >= prompt, Method, options)
     assert (layer.sketch is None) == (not options["vague"])
     swaps = sum(head.swaps for head in heads.values())
     assert bool(swaps) == bool(options["vague"])
 
 
 def check_head(layer, at, head):
+    keys, values, pos, bias = layer.read()
+    assert bias is None
+    read = torch.cat((keys[at], values[at]), -1)
+    shown = dict(zip(pos[at].tolist(), read))
+    assert head.seen.keys() == shown.keys()
+    for J, x in head.seen.items():
+        assert np.allclose(x, shown[J], atol=1e-9)
     assert sorted(layer.pos[at].tolist()) == sorted(head.exact)
     if head.lists:
         assert layer.vague_tokens()[at].tolist() == sorted(head.vague)
-        layer.cached_vague = None
-        assert head.lists.is_in(layer.sketch.x[at])
+        sums = head.lists.x.reshape(-1, 2 * D)
+        assert np.allclose(layer.sketch.x[at], sums, rtol=0, atol=1e-9)
     score = [head.score[J] for J in range(layer.seen)]
     assert layer.score[at][: layer.seen].tolist() == pytest.approx(score, abs=1e-4)
 
 
-def check_bytes(
-    layer,
-    seen,
-    Method,
-    options,
-):
-    sketch = 0
+def check_bytes(layer, ended, Method, options):
+    numbers, sketch = sizes(layer.seen, Method, options)
     held = [*layer.slots.values(), layer.score]
-    if layer.sketch is not None:
-        *_, sketch = sizes(seen, Method, **options)
+    if layer.sketch is None:
+        sketch = 0
+    else:
         held += layer.sketch.tensors()
     live, allocated = layer.bytes()
-    assert live == B * H * (layer.length * ENTRY + 4 * seen + sketch)
+    assert live == B * H * (layer.length * ENTRY + 4 * layer.seen + sketch)
     assert live <= allocated == sum(x.nbytes for x in held)
-
-
-def check_budget(
-    layer,
-    seen,
-    Method,
-    options,
-):
-    width, newest, candidates, _ = sizes(seen, Method, **options)
-    assert layer.method.sizes(layer) == (
-        width,
-        newest,
-        candidates,
-    )
-    assert layer.bytes()[0] <= B * H * options["budget"] * ENTRY
-    exact = newest + candidates
-    assert min(seen, exact) <= layer.length <= exact + options["slack"]
+    if ended:
+        assert layer.method.sizes(layer) == numbers
+        assert live <= B * H * options["budget"] * ENTRY
+        exact = sum(numbers[1:])
+        assert min(layer.seen, exact) <= layer.length <= exact + options["slack"]

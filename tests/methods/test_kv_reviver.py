@@ -92,8 +92,8 @@ def test_where_nothing_collides_compressed_attention_is_exact(note):
     layer = alone(KVReviver(8000, vague=0.9985, recent=0.0006, slack=1))
     most = 2e-6  # because weights have 32 bits
     for part in parts_of(40, 30):
-        y = step(layer, *text, part, 30)
-        assert (y - step(full, *text, part, 30)).abs().max() < most
+        y = step(layer, text, part, 30)
+        assert (y - step(full, text, part, 30)).abs().max() < most
     assert layer.length < 12
     bucket = layer.sketch.bucket(torch.arange(40).view(1, 1, -1))[0, 0]
     assert all(len(row.unique()) == 40 for row in bucket.T)
@@ -131,4 +131,4 @@ def test_attention_is_added_up_in_32_bits(chunk):
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         layer = alone(KVReviver(**dict(budget=40) | options))
-        step(layer, *texts(30, torch.float32), range(30), 30)
+        step(layer, texts(30, torch.float32), range(30), 30)

@@ -45,7 +45,7 @@ def test_in_16_bits_the_mean_is_exact_and_the_budget_holds(dtype):
     for Method in (KVReviver, MeanReviver, ShrunkReviver):
         layer = alone(Method(40, slack=0))
         for part in parts_of(66, 60):
-            step(layer, *text, part, 60)
+            step(layer, text, part, 60)
         # 20 bytes per entry
         size = layer.bytes()[0] / B / H
         assert 40 * 20 - 20 - 3 * 16 < size <= 40 * 20
