@@ -93,30 +93,25 @@ def attend_to(
     return out
 
 
-def text(n=N, integer=False):
-    """Return q (B, H·G, n, D), k and v (B, H, n, 2D) laid out as by the decoder, heads inside."""
-    q = random(B, n, H * G, D, seed=0).transpose(1, 2)
-    k = random(B, n, H, 2 * D, seed=1).transpose(1, 2)
-    v = random(B, n, H, 2 * D, seed=2).transpose(1, 2)
+def text(integer=False):
+    """Return q (B, H·G, N, D), k and v (B, H, N, 2D) as from a decoder, heads inside tokens."""
+    q = random(B, N, H * G, D, seed=0).transpose(1, 2)
+    k = random(B, N, H, 2 * D, seed=1).transpose(1, 2)
+    v = random(B, N, H, 2 * D, seed=2).transpose(1, 2)
     if integer:  # exact in float32; most exps overflow, or all exps of a query are 0
         return (8 * q).round(), (3 * k).round(), v
     return q, k, v
 
 
 @once
-def expected(
-    n,
-    scale,
-    integer=False,
-):
-    """Return the loop's output (B, H·G, n, D): query i attends to the pairs a, b ≤ i."""
-    q, k, v = text(n, integer)
-    y = torch.zeros(B, H * G, n, D, dtype=F64)
-    for b, h, i in product(range(B), range(H * G), range(n)):
-        keys = k[b, h // G].split(D, 1)
-        values = v[b, h // G].split(D, 1)
-        halves = [x.tolist() for x in (*keys, *values)]
-        loop = attend_to(i + 1, q[b, h, i].tolist(), *halves, scale)
+def expected(scale, integer=False):
+    """Return the loop's output (B, H·G, N, D): query i attends to the pairs a, b ≤ i."""
+    q, k, v = text(integer)
+    y = torch.zeros_like(q)
+    for b, h, i in product(range(B), range(H * G), range(N)):
+        halves = torch.cat((k, v), -1)[b, h // G].split(D, 1)
+        rows = [half.tolist() for half in halves]
+        loop = attend_to(i + 1, q[b, h, i].tolist(), *rows, scale)
         y[b, h, i] = torch.tensor(loop, dtype=F64)
     return y
 
@@ -161,7 +156,7 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
 def test_every_store_equals_the_loop_over_pairs_however_a_text_is_cut(name, chunk):
     # None: 1/√D; a text may begin anywhere
     for scale, first in (None, 0), (1.0, 0), (0.3, 1000):
-        loop = expected(N, D**-0.5 if scale is None else scale)
+        loop = expected(D**-0.5 if scale is None else scale)
         y = feed(new(name, scale=scale), *text(), chunk, first)
         assert y.dtype == F64
         assert equal(y, loop)
@@ -171,7 +166,7 @@ def test_every_store_equals_the_loop_over_pairs_however_a_text_is_cut(name, chun
         assert equal(single, loop, atol=2e-6)
     # each row has its own positions
     rows = torch.arange(N).expand(B, N) + torch.tensor([[0], [7]])
-    assert equal(new(name).attend(*text(), rows), expected(N, D**-0.5))
+    assert equal(new(name).attend(*text(), rows), expected(D**-0.5))
 
 
 @each_store_and_tile
@@ -206,7 +201,7 @@ def test_scores_whose_exp_overflows_or_vanishes_are_harmless(
     if name == "two":
         within = max(s.abs().max() for s in score).item() * torch.finfo(dtype).eps
     assert y.isfinite().all()
-    assert equal(y, expected(N, 1.0, True), atol=within)
+    assert equal(y, expected(1.0, True), atol=within)
 
 
 @pytest.mark.claim("T2", "T3")

@@ -6,153 +6,102 @@ import pytest
 import torch
 
 from common import decoder, end, feed
-from methods.baselines.defensive_kv import (
-    DefensiveKV,
-    LayerDefensiveKV,
-)
-from nanollm.cache import NEVER, begin_turn, crop, make_cache
+from methods.baselines.defensive_kv import DefensiveKV, LayerDefensiveKV
+from nanollm.cache import begin_turn, crop, make_cache
+from stores import positions
+from windows import highest, mean, pool
 
 B, H, G, D, LAYERS, WINDOW, BUDGET = 2, 2, 3, 8, 3, 4, 12
 
 
-def rows_of(
-    q,
-    k,
-    held,
-    seen,
-):
-    """Return the rows (G·w) of the window's weights for the tokens in `held`: q (G, T, D)."""
+def rows_of(q, k, places, seen):
+    """Return the rows of weights that the window gives to the tokens `places`: q (G, T, D)."""
     rows = []
     for g in range(G):
         for t in range(seen - WINDOW, seen):
-            weight = [0.0] * len(held)
-            for j, i in enumerate(held):
-                if i <= t:
-                    weight[j] = math.exp(float(q[g, t] @ k[i]) / math.sqrt(D))
-            rows.append([x / sum(weight) for x in weight])
+            earlier = [i for i in places if i <= t]
+            p = (k[earlier] @ q[g, t] / math.sqrt(D)).softmax(0).tolist()
+            rows.append(p + [0.0] * (len(places) - len(earlier)))
     return rows
 
 
-def scores_of(
-    rows,
-    v,
-    w_o,
-    before,
-    room,
-    mass,
-    kernel_size,
-):
-    """Return the scores of the entries before the window, infinite in the first stage.
-
-    v (before, D): their values. w_o (d_model, G, D). Returns also how many the first stage takes.
-    """
-    worst = [max(row[i] for row in rows) for i in range(before)]
-    half = kernel_size // 2
-    worst = [max(worst[max(0, i - half) : i + half + 1]) for i in range(before)]
-    worst = [max(x, sum(worst) / before) for x in worst]
-    norms = []
-    for i in range(before):
-        each = [(w_o[:, g] @ v[i]).abs().sum().item() for g in range(G)]
-        norms.append(sum(each) / G)
-    score = [x * norm / sum(norms) for x, norm in zip(worst, norms)]
-
-    mean = [sum(column) / len(rows) for column in zip(*rows)]
-    gathered = sum(mean[before:])
-    first = []
-    for i in sorted(range(before), key=lambda i: -mean[i]):
-        if gathered + mean[i] >= mass or len(first) == room:
+def scores_of(rows, norms, room, mass, kernel_size):
+    """Return the scores of the entries before the window, infinite in the first stage."""
+    n = len(norms)
+    worst = pool([max(column) for column in zip(*rows)][:n], kernel_size)
+    least = sum(worst) / n
+    score = [max(x, least) * norm / sum(norms) for x, norm in zip(worst, norms)]
+    weight = mean(rows)
+    gathered = sum(weight[n:])
+    for i in highest(weight[:n], room):
+        gathered += weight[i]
+        if gathered >= mass:
             break
-        gathered += mean[i]
-        first.append(i)
-    for i in first:
         score[i] = math.inf
-    return score, len(first)
+    return score
 
 
-def kept_by_loop(
-    layers,
-    w_o,
-    held,
-    seen,
-    n,
-    across,
-    mass,
-    kernel_size,
-):
-    """Return the positions that stay by layer and head, and the largest first stage.
+def kept_by_loop(row, w_o, held, seen, cropped, groups, **options):
+    """Return the positions that stay, by layer and head; held[layer, h]: those before.
 
-    held[layer, h]: the positions before. Of `seen` tokens n are left. layers: q, k, v of a row.
+    row: each layer's q, k, v of a text. groups: the layers that are ranked together.
     """
-    room = BUDGET - (WINDOW - (seen - n))
+    room = BUDGET - (WINDOW - cropped)
+    kept = {}
     ranked = []
-    most = 0
-    for layer, h in held:
-        q, k, v = layers[layer]
-        places = held[layer, h]
+    for (layer, h), places in held.items():
+        q, k, v = row[layer]
+        before = places[:-WINDOW]
         rows = rows_of(q[h * G : h * G + G], k[h], places, seen)
-        before = len(places) - WINDOW
-        own = w_o[layer][:, h * G : h * G + G]
-        values = v[h, places[:before]]
-        score, first = scores_of(rows, values, own, before, room, mass, kernel_size)
-        most = max(most, first)
-        for i in range(before):
-            ranked.append((score[i], layer, h, places[i]))
-    kept = {
-        key: places[-WINDOW : len(places) - (seen - n)] for key, places in held.items()
-    }
-    for group in [range(LAYERS)] if across else [[layer] for layer in range(LAYERS)]:
+        projected = torch.einsum(
+            "nd,mgd->gnm", v[h, before], w_o[layer][:, h * G :][:, :G]
+        )
+        norms = mean(projected.abs().sum(-1).tolist())
+        for i, score in zip(before, scores_of(rows, norms, room, **options)):
+            ranked.append((score, layer, h, i))
+        kept[layer, h] = places[-WINDOW : len(places) - cropped]
+    first = any(score == math.inf for score, *_ in ranked)
+    assert first == (options["mass"] > 0)  # the first stage took part
+    for group in groups:
         own = sorted(x for x in ranked if x[1] in group)
         for _, layer, h, i in own[-room * H * len(group) :]:
-            kept[layer, h] = sorted([*kept[layer, h], i])
-    return kept, most
+            kept[layer, h].append(i)
+    return {key: sorted(places) for key, places in kept.items()}
 
 
 @pytest.mark.parametrize("Method", [DefensiveKV, LayerDefensiveKV])
 @pytest.mark.parametrize("mass, kernel_size", [(0.5, 3), (0.0, 1), (0.9, 7)])
 @pytest.mark.parametrize("cropped, turns", [(0, (40, 9)), (1, (40,))])
 @torch.no_grad()
-def test_kept_entries_are_the_loops(
-    Method,
-    mass,
-    kernel_size,
-    cropped,
-    turns,
-):
+def test_kept_entries_are_the_loops(Method, mass, kernel_size, cropped, turns):
     """Also after a second turn, and if the last token is forgotten before the compression."""
     g = torch.Generator().manual_seed(7)
     shapes = [(B, heads, sum(turns), D) for heads in (H * G, H, H)]
     layers = [[2 * torch.randn(x, generator=g) for x in shapes] for _ in range(LAYERS)]
     options = dict(mass=mass, kernel_size=kernel_size)
-    caches = make_cache(
-        decoder(),
-        Method,
-        budget=BUDGET,
-        window_size=WINDOW,
-        **options,
-    )
-    w_o = [cache.w_o for cache in caches]
+    caches = make_cache(decoder(), Method, budget=BUDGET, window_size=WINDOW, **options)
+    w_o = [layer.w_o for layer in caches]
+    groups = [[layer] for layer in range(LAYERS)]
+    if Method is LayerDefensiveKV:
+        groups = [range(LAYERS)]
+    rows = [[[x[b] for x in qkv] for qkv in layers] for b in range(B)]
     held = [{(i, h): [] for i in range(LAYERS) for h in range(H)} for _ in range(B)]
-    start = 0
+    seen = 0
     for turn in turns:
-        seen = start + turn
-        n = seen - cropped
         begin_turn(caches)
-        for cache, qkv in zip(caches, layers):
-            feed(cache, qkv, turn)
-        crop(caches, n)
+        for layer, qkv in zip(caches, layers):
+            feed(layer, qkv, turn)
+        new = range(seen, seen + turn)
+        seen += turn
+        crop(caches, seen - cropped)
         end(*caches)
+        found = [positions(layer) for layer in caches]
         for b in range(B):
-            places = {key: [*old, *range(start, seen)] for key, old in held[b].items()}
-            row = [[x[b] for x in qkv] for qkv in layers]
-            across = Method is LayerDefensiveKV
-            rest = places, seen, n, across, mass, kernel_size
-            held[b], most = kept_by_loop(row, w_o, *rest)
-            assert (most > 0) == (mass > 0)  # the first stage took part
-            for (layer, h), kept in held[b].items():
-                pos = caches[layer].pos[b, h]
-                assert pos[pos != NEVER].tolist() == kept
-        start = seen
-    assert not any("window" in cache.notes for cache in caches)
+            places = {key: [*old, *new] for key, old in held[b].items()}
+            held[b] = kept_by_loop(
+                rows[b], w_o, places, seen, cropped, groups, **options
+            )
+            assert held[b] == {(i, h): found[i][b][h] for i, h in places}
 
 
 def test_bad_options_are_refused():

@@ -1,10 +1,8 @@
 """KeyDiff keeps what a loop written from section 3 of its paper keeps."""
 
-import torch
-
-from common import B, D, H, alone
+from common import B, H
 from loops import PROMPT, check_kept, each_cut
-from methods.baselines.key_diff import KeyDiff, likeness
+from methods.baselines.key_diff import KeyDiff
 
 
 def like_the_others(
@@ -33,17 +31,3 @@ def like_the_others(
 @each_cut
 def test_kept_tokens_and_bytes_equal_the_loop(cut):
     check_kept(cut, KeyDiff(budget=7), like_the_others)
-
-
-def test_empty_slots_take_no_part_in_the_mean():
-    k = torch.randn(1, 2, 6, D, generator=torch.Generator().manual_seed(0))
-    layer = alone(KeyDiff(budget=4))
-    layer.write(k, k, torch.arange(6)[None])
-    layer.keep_chosen(torch.tensor([[[1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 1, 1]]]).bool())
-    other = alone(KeyDiff(budget=4))
-    other.write(
-        k[:, 1:, [1, 4, 5]],
-        k[:, 1:, [1, 4, 5]],
-        torch.arange(3)[None],
-    )
-    assert torch.allclose(likeness(layer)[:, 1, 3:], likeness(other)[:, 0])

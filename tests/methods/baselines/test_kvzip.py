@@ -30,7 +30,7 @@ def kept(caches):
 
 
 def reread(model, tokens, caches, own):
-    """Return copies of the caches that reread a piece behind everything, after 8 tokens before it."""
+    """Return copies of the caches that reread a piece behind everything, and 8 tokens before."""
     again = copied(caches)
     for layer in again:
         layer.method = Recorder()
