@@ -45,14 +45,7 @@ def amid_nan(x):
     return storage[2**14 : -(2**14)].view(x.shape)
 
 
-def segment(
-    counts,
-    D,
-    dtype,
-    seed,
-    bias=False,
-    gap=1,
-):
+def segment(counts, D, dtype, seed, bias=False, gap=1):
     """Return a segment of heads in another order.
 
     Around each are `gap` rows of NaN, which no code may read.
@@ -121,13 +114,7 @@ def turn(x, pos):
     return torch.cat((z.real, z.imag), -1)
 
 
-def dense(
-    q,
-    k,
-    v,
-    visible,
-    bias=0.0,
-):
+def dense(q, k, v, visible, bias=0.0):
     """Return attention by definition: q (B, H·G, T, D), k and v (B, H, S, D).
 
     visible and bias are of a shape like (B, H, T, S).
@@ -140,14 +127,7 @@ def dense(
     return (p @ v.unsqueeze(2)).flatten(1, 2)
 
 
-def alone(
-    method=None,
-    index=0,
-    layers=1,
-    w_o=None,
-    freq=None,
-    store=None,
-):
+def alone(method=None, index=0, layers=1, w_o=None, freq=None, store=None):
     """Return a method's store of one layer.
 
     Its decoder has only output projections and RoPE's angles.
@@ -160,12 +140,7 @@ def alone(
     return make(method, model, index)
 
 
-def feed(
-    layer,
-    text,
-    n=None,
-    chunk=None,
-):
+def feed(layer, text, n=None, chunk=None):
     """Feed the next n tokens of a text, in chunks; return their output (B, H·G, n, D).
 
     text: q (B, H·G, T, D), k and v (B, H, T, D). Without n all that are left are fed.
@@ -195,12 +170,7 @@ class Fed:
         self.embed = model.embed
         self.qkv = qkv
 
-    def __call__(
-        self,
-        tokens,
-        layers,
-        last=None,
-    ):
+    def __call__(self, tokens, layers, last=None):
         pos = torch.arange(layers[0].seen, layers[0].seen + tokens.shape[1])[None]
         for layer, qkv in zip(layers, self.qkv):
             layer.attend(*(x[:, :, tokens[0]] for x in qkv), pos)

@@ -29,13 +29,7 @@ def parts_of(cut) -> list[range]:
     return [range(stop - n, stop) for stop, n in zip(accumulate(sizes), sizes)]
 
 
-def check_kept(
-    cut,
-    method,
-    loop,
-    own=0,
-    twice=0,
-):
+def check_kept(cut, method, loop, own=0, twice=0):
     """Compare kept positions and bytes after each part with the loop's.
 
     loop(q, k, parts, **options) yields the positions that stay, [b][h], after each part. own: bytes
@@ -56,11 +50,7 @@ def check_kept(
         assert allocated <= B * H * (1.1 * (n + len(part)) * (SLOT + own) + beside)
 
 
-def check_sums(
-    method,
-    sums,
-    chunk,
-):
+def check_sums(method, sums, chunk):
     """Check that attention is added up in 32 bits if keys and values have 16.
 
     In 16 bits large sums would stop growing. sums(layer) returns those of a method, (B, H, S).

@@ -29,11 +29,7 @@ B, D, LAYER, LAYERS = 2, 4, 1, 4
 # ---- loops: how many entries a head keeps, and which ---
 
 
-def highest(
-    score,
-    n,
-    but=(),
-):
+def highest(score, n, but=()):
     """Return the n highest scores; ties: the newest."""
     others = [i for i in range(len(score)) if i not in but]
     return sorted(others, key=lambda i: (-score[i], -i))[:n]
@@ -57,23 +53,11 @@ def fair(exact):
     return counts
 
 
-def same_for_all(
-    scores,
-    b,
-    **_,
-):
+def same_for_all(scores, b, **_):
     return [b] * len(scores)
 
 
-def by_depth(
-    scores,
-    b,
-    beta=20,
-    layer=LAYER,
-    layers=LAYERS,
-    seen=None,
-    **_,
-):
+def by_depth(scores, b, beta=20, layer=LAYER, layers=LAYERS, seen=None, **_):
     """PyramidKV: the layers' mean is b; the last is as far below b as the first is above."""
     first = min(2 * b - Fraction(b, beta), seen or len(scores[0]))
     step = Fraction(2 * (first - b), layers - 1)
@@ -81,12 +65,7 @@ def by_depth(
     return [counts[layer]] * len(scores)
 
 
-def by_head(
-    scores,
-    b,
-    floor=0.2,
-    **_,
-):
+def by_head(scores, b, floor=0.2, **_):
     """AdaKV: a head gets a floor, and its entries among the layer's highest scores."""
     H = len(scores)
     floor = Fraction(str(floor))
@@ -98,14 +77,7 @@ def by_head(
     return fair([floor * b + (1 - floor) * heads.count(h) for h in range(H)])
 
 
-def by_weight(
-    A,
-    norms,
-    out,
-    b,
-    kernel_size,
-    **_,
-):
+def by_weight(A, norms, out, b, kernel_size, **_):
     """Algorithm 2 of CriticalKV, line 6."""
     return highest(pool(mean(A)[:out], kernel_size), b)
 
@@ -137,11 +109,7 @@ def in_two_stages(
     return first + highest(mean(products), b - len(first), but=first)
 
 
-def chunk_numbers(
-    n,
-    longest,
-    ends=None,
-):
+def chunk_numbers(n, longest, ends=None):
     """Return the chunk of each of n tokens; `ends` says after which tokens a chunk ends, too."""
     numbers = [0]
     for i in range(1, n):
@@ -193,17 +161,7 @@ def by_chunk(
     return kept[:b]
 
 
-def residual(
-    gone,
-    q,
-    k,
-    v,
-    rows,
-    entries,
-    rounds=0,
-    share=1.0,
-    **_,
-):
+def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0, **_):
     """Return slots for the evicted tokens `gone`: q (G, w, D), k, v (T, D), rows (G, w, T)."""
     G, w, T = rows.shape
     scores = rows.mean((0, 1))
@@ -356,11 +314,7 @@ class GivenWindow(Window):
 class Walk:
     """A text in a method's store, and beside it the slots that loops say it should have."""
 
-    def __init__(
-        self,
-        case: Case,
-        prompt: Prompt,
-    ):
+    def __init__(self, case: Case, prompt: Prompt):
         self.case = case
         self.prompt = prompt
         self.semantic = hasattr(case.Method, "ends")
@@ -437,13 +391,7 @@ class Walk:
             for i in range(self.read - n, self.read):
                 del slots[i]
 
-    def output(
-        self,
-        b,
-        h,
-        g,
-        t,
-    ):
+    def output(self, b, h, g, t):
         """Return the output of query t, from the slots by loops."""
         slots = [x for i, x in self.slots[b, h].items() if i <= t]
         keys = torch.stack([x.key for x in slots])
@@ -478,13 +426,7 @@ class Walk:
                     torch.tensor(rows[h]),
                 )
 
-    def rows(
-        self,
-        b,
-        h,
-        w,
-        n,
-    ):
+    def rows(self, b, h, w, n):
         """Return the weights [g][t][i] of the last w queries: to slots and forgotten ones."""
         if self.given is not None:
             return self.given[b, h].tolist()
@@ -499,15 +441,7 @@ class Walk:
                 rows[g].append(score.softmax(0).tolist() + later)
         return rows
 
-    def keep(
-        self,
-        b,
-        h,
-        room,
-        out,
-        A,
-        rows,
-    ):
+    def keep(self, b, h, room, out, A, rows):
         """Keep `room` of a head's first `out` slots; `residual` may fill some of them."""
         entries = self.options.get("entries", 0)
         if not entries <= room < out:
@@ -530,12 +464,7 @@ class Walk:
             slots |= residual(gone, q, k, v, rows, **self.options)
         self.slots[b, h] = dict(sorted(slots.items()))
 
-    def norms(
-        self,
-        b,
-        h,
-        places,
-    ):
+    def norms(self, b, h, places):
         """Return ‖v W_O‖₁, [g][i]."""
         G = self.prompt.G
         values = self.v[b, h, places]
@@ -585,11 +514,7 @@ def check_walk(case: Case, prompt: Prompt):
     assert walk.layer.seen == walk.read == sum(prompt.turns) + 6 - prompt.cropped
 
 
-def check_part(
-    walk: Walk,
-    n: int,
-    chunk: int,
-):
+def check_part(walk: Walk, n: int, chunk: int):
     """Read n tokens; after a compression their outputs are those of the slots by loops."""
     start = walk.read
     y = walk.feed(n, chunk)
@@ -602,15 +527,7 @@ def check_part(
 # ---- stores after a prompt ---
 
 
-def compressed(
-    method,
-    q,
-    k,
-    v,
-    w_o=None,
-    layer=0,
-    layers=1,
-):
+def compressed(method, q, k, v, w_o=None, layer=0, layers=1):
     """Return a method's store after a prompt fed at once."""
     store = alone(method, layer, layers, w_o)
     feed(store, (q, k, v))
@@ -618,13 +535,7 @@ def compressed(
     return store
 
 
-def uneven(
-    method,
-    T,
-    H=4,
-    G=2,
-    d=2,
-):
+def uneven(method, T, H=4, G=2, d=2):
     """Feed a prompt in which head 0 attends to all tokens alike, the others only to token 5."""
     q = torch.zeros(B, H * G, T, d)
     k = torch.zeros(B, H, T, d)

@@ -21,15 +21,7 @@ def importance(j, past, history):
     return -sum(past[s - 1][j] < 1 / s for s in there)
 
 
-def algorithm_1(
-    q,
-    k,
-    v,
-    budget,
-    recent,
-    m,
-    history,
-):
+def algorithm_1(q, k, v, budget, recent, m, history):
     """Return the kept tokens, importances and output at each token.
 
     One key/value head: q (G, T, D), k and v (T, D).
@@ -126,12 +118,7 @@ class Watched(BudgetSlots):
         assert live == B * H * self.length * slot
         assert live <= allocated <= B * H * budget * slot
 
-    def write(
-        self,
-        k,
-        v,
-        pos,
-    ):
+    def write(self, k, v, pos):
         super().write(k, v, pos)
         self.within()
 
@@ -139,13 +126,7 @@ class Watched(BudgetSlots):
         self.reads[self.seen] = self.length
         return super().attention(q, pos)
 
-    def step(
-        self,
-        q,
-        k,
-        v,
-        pos,
-    ):
+    def step(self, q, k, v, pos):
         y = super().step(q, k, v, pos)
         self.within()
         return y

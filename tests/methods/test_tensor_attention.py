@@ -43,14 +43,7 @@ def new(name, **options):
     return (STORES | TILES)[name](**options)
 
 
-def feed(
-    store,
-    q,
-    k,
-    v,
-    chunk,
-    first=0,
-):
+def feed(store, q, k, v, chunk, first=0):
     """Return the output of a text fed in chunks, at positions from `first` on."""
     outputs = []
     for i in torch.arange(q.shape[2]).split(chunk):
@@ -59,23 +52,11 @@ def feed(
     return torch.cat(outputs, 2)
 
 
-def equal(
-    x,
-    y,
-    atol=1e-12,
-):
+def equal(x, y, atol=1e-12):
     return torch.allclose(x.double(), y, rtol=0, atol=atol)
 
 
-def attend_to(
-    n,
-    q,
-    k1,
-    k2,
-    v1,
-    v2,
-    scale,
-):
+def attend_to(n, q, k1, k2, v1, v2, scale):
     """Return softmax attention of a query row to the pairs (a, b) of n tokens.
 
     Their keys are k₁ₐ ∘ k₂ᵦ, their values v₁ₐ ∘ v₂ᵦ.
@@ -259,9 +240,7 @@ each_family = pytest.mark.parametrize("family", ["llama", "gpt2"])
 
 @pytest.mark.claim("T13")
 @each_family
-def test_its_attention_is_the_loop_over_pairs_from_its_own_weights(
-    family,
-):
+def test_its_attention_is_the_loop_over_pairs_from_its_own_weights(family):
     """PairAttention equals the loop over pairs computed from its weights, without rotation.
 
     The rows of qkv are: H·G queries, then k₁ and k₂ of head 0, of head 1, then v in the same order.
@@ -309,9 +288,7 @@ def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins():
 @pytest.mark.claim("T13")
 @each_family
 @torch.no_grad()
-def test_a_decoder_of_pairs_says_the_same_with_every_store(
-    family,
-):
+def test_a_decoder_of_pairs_says_the_same_with_every_store(family):
     model = model_of_pairs(family)
     whole = model(TOKENS)
     loop = TOKENS

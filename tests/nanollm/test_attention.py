@@ -21,26 +21,34 @@ def test_output_and_watched_weights_are_those_of_causal_attention(
     q = q[:, :, start:]
     T = stop - start
     pos = torch.arange(stop)
-    bias = torch.randn(2, 2, stop) if biased else torch.zeros(2, 2, stop)
-    seen = (pos <= pos[start:, None])[None, None]
-    expected = dense(q, k, v, seen, bias[:, :, None])
-    identity = torch.eye(stop).expand(2, 2, -1, -1)  # as values it shows the weights
-    weights = dense(q, k, identity, seen, bias[:, :, None]).unflatten(1, (H, -1))
-
-    masks = [visible(pos.view(1, 1, -1), bias, pos[None, start:])]
+    bias = torch.randn(2, 2, stop) * biased
+    slot_pos = pos.view(1, 1, -1)
+    new = pos[None, start:]
+    masks = [visible(slot_pos, bias, new)]
     if not biased:
-        masks.append(visible(pos.view(1, 1, -1), None, pos[None, start:]))
-        masks += ["causal"] * (T == stop) + [None] * (T == 1)
+        masks.append(visible(slot_pos, None, new))
+        masks += ["causal"] * (T == stop)
+        masks += [None] * (T == 1)
+
+    seen = pos <= pos[start:, None]
+    seen = seen[None, None]
+    more = bias.unsqueeze(2)
+    expected = dense(q, k, v, seen, more)
+    identity = torch.eye(stop).expand(2, 2, -1, -1)  # as values it shows the weights
+    weights = dense(q, k, identity, seen, more)
+    weights = weights.unflatten(1, (H, -1))
+    w = min(watch, T)
     for mask in masks:
         y, p = attention(q, k, v, mask, watch)
         assert torch.allclose(y, expected, atol=1e-5)
-        w = min(watch, T)
         assert (p is None) == (w == 0)
         if w:
             assert p.shape == (2, 2, groups, w, stop)
-            assert torch.allclose(p, weights[..., -w:, :], rtol=1e-5, atol=1e-7)
+            late = weights[..., -w:, :]
+            assert torch.allclose(p, late, rtol=1e-5, atol=1e-7)
             # the first watched query sees nothing newer
-            assert (p[..., 0, stop - w + 1 :] == 0).all()
+            newer = p[..., 0, stop - w + 1 :]
+            assert (newer == 0).all()
 
 
 def test_16_bits_are_widened():

@@ -44,9 +44,7 @@ def test_codes_zero_and_scale_are_the_loops(bits):
 
 
 @every_bits
-def test_numbers_on_the_levels_and_equal_numbers_come_back_exactly(
-    bits,
-):
+def test_numbers_on_the_levels_and_equal_numbers_come_back_exactly(bits):
     """Also at the smallest step of 16 bits."""
     codes = torch.arange(2**bits, dtype=F64)
     steps = (

@@ -52,14 +52,15 @@ def test_no_query_sees_an_empty_slot_and_none_wins_by_pooling():
 
 def test_the_windows_queries_count_as_memory_until_the_prompt_is_compressed():
     layer, *_ = layer_of(20)
+    layer.state["coins"] = torch.zeros(5)  # for good
     # not a view of all of them
     assert layer.notes["window"].untyped_storage().nbytes() == QUERIES
-    assert layer.bytes()[0] == QUERIES + 4 * 20 * SLOT
+    assert layer.bytes()[0] == QUERIES + 4 * 20 * SLOT + 20
     layer.forget(18)
     # two keys that they saw
-    assert layer.bytes()[0] == QUERIES + 4 * (18 * SLOT + VECTORS)
+    assert layer.bytes()[0] == QUERIES + 4 * (18 * SLOT + VECTORS) + 20
     end(layer)
-    assert layer.bytes() == (4 * 10 * SLOT,) * 2
+    assert layer.bytes() == (4 * 10 * SLOT + 20,) * 2
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,7 @@ def text():
     return q * 2, k, v
 
 
-def merged(
-    values,
-    attention,
-    gone,
-    coins,
-    targets,
-):
+def merged(values, attention, gone, coins, targets):
     """Return the values that stay, some with parts of those that leave added."""
     stay = [i for i in values if i not in gone]
     mean = sum(attention[j] for j in stay) / len(stay)
@@ -45,15 +39,7 @@ def merged(
     return new
 
 
-def by_loop(
-    q,
-    k,
-    v,
-    newest,
-    leave,
-    targets,
-    coins,
-):
+def by_loop(q, k, v, newest, leave, targets, coins):
     """Yield, after each token, the values by kept token and the outputs of the query heads.
 
     One key/value head: q (G, T, D), k and v (T, D). coins: for each eviction, one random number per

@@ -9,13 +9,7 @@ from loops import PROMPT, check_kept, check_sums, each_cut
 from methods.baselines.h2o import H2O
 
 
-def heavy_hitters(
-    q,
-    k,
-    parts,
-    budget,
-    recent,
-):
+def heavy_hitters(q, k, parts, budget, recent):
     """F adds up attention; the token with the least F outside the recent ones is evicted."""
     F = [[{} for _ in range(H)] for _ in range(B)]
     newest = max(1, round(recent * budget))

@@ -5,12 +5,7 @@ from loops import PROMPT, check_kept, each_cut
 from methods.baselines.key_diff import KeyDiff
 
 
-def like_the_others(
-    q,
-    k,
-    parts,
-    budget,
-):
+def like_the_others(q, k, parts, budget):
     """Evict at once the keys with the highest cosine to the mean direction."""
     kept = [[[] for _ in range(H)] for _ in range(B)]
     for part in parts:

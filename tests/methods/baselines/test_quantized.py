@@ -53,12 +53,7 @@ CASES = {  # options, tokens of the prompt
 FIRST = torch.tensor([[1000], [7]], dtype=torch.int32)
 
 
-def feed(
-    layer,
-    prompt,
-    chunk,
-    block,
-):
+def feed(layer, prompt, chunk, block):
     """Feed a text, `chunk` prompt tokens at a time, then `block`; yield parts and outputs."""
     for a, b in pairwise([*range(0, prompt, chunk), *range(prompt, T, block), T]):
         pos = FIRST + torch.arange(a, b, dtype=torch.int32)
@@ -68,15 +63,7 @@ def feed(
         yield a, b, y
 
 
-def check_bytes(
-    layer,
-    seen,
-    before,
-    after,
-    bits,
-    group_size,
-    **_,
-):
+def check_bytes(layer, seen, before, after, bits, group_size, **_):
     """Compare `bytes` with a count by hand, if `before` tokens were rounded and now `after` are.
 
     A buffer is at most a tenth too large.

@@ -32,13 +32,7 @@ each_store = pytest.mark.parametrize("name", STORES)
 each_chunk = pytest.mark.parametrize("chunk", [1, 3, None])
 
 
-def streamed(
-    k,
-    radius,
-    samples=1,
-    draws=1,
-    chunk=None,
-):
+def streamed(k, radius, samples=1, draws=1, chunk=None):
     """Feed keys k (B, H, T, D) in chunks; return the stream and the cluster of each key."""
     stream = Stream(k, radius, samples, draws, seeded(0))
     clusters = []
@@ -88,27 +82,14 @@ def test_texts_and_heads_are_drawn_apart():
         assert len(drawn.flatten(0, 1).unique(dim=0)) == 4
 
 
-def text(
-    name,
-    B=2,
-    H=2,
-    G=3,
-    n=9,
-    D=3,
-):
+def text(name, B=2, H=2, G=3, n=9, D=3):
     """Return q, k, v in the decoder's layout, heads inside tokens."""
     q = random(B, n, H * G, D).transpose(1, 2)
     k, v = random(2, B, n, H, VECTORS[name] * D, seed=1).transpose(2, 3)
     return q, k, v
 
 
-def exactly(
-    q,
-    k,
-    v,
-    scale,
-    vectors,
-):
+def exactly(q, k, v, scale, vectors):
     """Return causal attention, or tensor attention, by definition."""
     G = q.shape[1] // k.shape[1]
     rows = []
@@ -211,9 +192,7 @@ def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
 
 
 @pytest.mark.claim("T9", "T10")
-def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(
-    note,
-):
+def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(note):
     """If keys repeat, SubGen4Cache's memory stays the same and SubGen2Cache's grows by the tokens.
 
     Each head has 4 different keys.

@@ -28,12 +28,7 @@ SIZE = dict(
 )
 
 
-def soft(
-    s,
-    share,
-    tau,
-    free,
-):
+def soft(s, share, tau, free):
     """Return σ((s − θ)/τ) of the free entries, a function of s: θ moves so that the sum stays."""
     ranked = s.masked_fill(~free, math.inf)
     theta = ranked.flatten().topk(int(share * s.numel())).values[-1]
@@ -187,9 +182,7 @@ def test_steps_take_turns_among_questions_and_shares(monkeypatch):
     assert steps == expected
 
 
-def test_calibration_begins_with_the_gates_of_a_few_texts(
-    monkeypatch,
-):
+def test_calibration_begins_with_the_gates_of_a_few_texts(monkeypatch):
     def lessons(model, tasks, documents):
         return documents, tasks
 
