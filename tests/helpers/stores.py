@@ -20,7 +20,8 @@ def draw(T, seed=0, rows=B, groups=G):
 def fill(layer, T, seed=0, **shape):
     """Feed T new tokens; return their q, k, v and the output."""
     q, k, v = draw(T, seed, **shape)
-    pos = torch.arange(layer.seen, layer.seen + T)
+    stop = layer.seen + T
+    pos = torch.arange(layer.seen, stop)
     y = layer.attend(q, k, v, pos[None])
     return q, k, v, y
 
@@ -29,7 +30,8 @@ def positions(layer) -> list[list[list[int]]]:
     """Return the positions that are held, [b][h], in order."""
     rows = []
     for row in layer.pos.sort(-1).values:
-        rows.append([head[head != NEVER].tolist() for head in row])
+        heads = [head[head != NEVER] for head in row]
+        rows.append([head.tolist() for head in heads])
     return rows
 
 
@@ -40,7 +42,8 @@ def sees(held, old, T) -> torch.Tensor:
     """
     visible = torch.zeros(B, H, T, old + T)
     visible[..., old:] = torch.ones(T, T).tril()
-    for b, row in enumerate(held):
-        for h, places in enumerate(row):
+    for b in range(B):
+        for h in range(H):
+            places = held[b][h]
             visible[b, h, :, places] = 1
     return visible.bool()

@@ -89,7 +89,10 @@ def text() -> list[list[Tensor]]:
     """Return q (B, H·G, 50, D), k and v (B, H, 50, D) of each layer."""
     g = torch.Generator().manual_seed(0)
     shapes = [(B, heads, 50, D) for heads in (H * G, H, H)]
-    return [[torch.randn(x, generator=g) for x in shapes] for _ in range(LAYERS)]
+    layers = []
+    for _ in range(LAYERS):
+        layers.append([torch.randn(shape, generator=g) for shape in shapes])
+    return layers
 
 
 def in_dtype(dtype, layers) -> list[list[Tensor]]:
@@ -105,10 +108,11 @@ def model_of(dtype):
 def options_of(dtype) -> dict:
     """Return budgets, and the options that methods measure on a decoder."""
     g = torch.Generator().manual_seed(3)
-    gates = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=g).to(dtype)
+    inputs = (H * G + 2 * H) * D
+    gates = torch.randn(LAYERS, inputs + 1, H, generator=g)
     ends = torch.rand(50, generator=g) < 0.2
     small = dict(budget=BUDGET, window_size=4, group_size=8, slack=2)
-    return small | dict(gates=gates, ends=ends)
+    return small | dict(gates=gates.to(dtype), ends=ends)
 
 
 class Entries(NamedTuple):
@@ -159,8 +163,10 @@ def new_caches(name, dtype=torch.float32, store=None, **changed):
 
 def end_turn(caches, layers):
     """Compress the caches; token i of the text is word i."""
-    tokens = torch.arange(caches[0].seen).expand(len(layers[0][0]), -1)
-    compress(Fed(caches[0].model, layers), tokens, caches)
+    rows = len(layers[0][0])
+    tokens = torch.arange(caches[0].seen).expand(rows, -1)
+    model = Fed(caches[0].model, layers)
+    compress(model, tokens, caches)
 
 
 def slots_in_use(caches) -> int:
@@ -212,9 +218,11 @@ def check_output(layer, part, y, shown):
 
 def check_same(steps, others):
     """Check that two walks end with the same entries and the same outputs."""
+    one = steps[-1]
+    other = others[-1]
     for layer in range(LAYERS):
-        assert torch.equal(steps[-1].after[layer].pos, others[-1].after[layer].pos)
-        assert torch.allclose(steps[-1].y[layer], others[-1].y[layer], atol=1e-5)
+        assert torch.equal(one.after[layer].pos, other.after[layer].pos)
+        assert torch.allclose(one.y[layer], other.y[layer], atol=1e-5)
 
 
 def outputs(steps) -> list[Tensor]:
@@ -345,7 +353,8 @@ def test_slots_never_exceed_the_budget_and_bytes_say_so(name):
             later = max(step.part.stop - PROMPT, 0) if caches[0].method.appends else 0
             if step.part.stop >= PROMPT or has(name, EVICT_WHILE_READING):
                 assert step.slots <= LAYERS * B * H * (BUDGET + later)
-            assert bits_of(name) or sum(x for x, _ in step.bytes) >= step.slots * SLOT
+            total = sum(live for live, _ in step.bytes)
+            assert bits_of(name) or total >= step.slots * SLOT
             assert all(live <= allocated for live, allocated in step.bytes)
         for layer, kept in zip(caches, steps[-1].after):
             live, allocated = layer.bytes()
@@ -484,7 +493,8 @@ def test_in_few_bits_survivors_of_decoding_are_not_rounded_again(name):
             kept = step.after[layer]
             check_entries(kept, before, k, v, bits_of(name))
             same = kept.pos[..., :, None] == before.pos[..., None, :]
-            b, h, i, j = (same & kept.there[..., None]).nonzero(as_tuple=True)
+            same = same & kept.there[..., None]
+            b, h, i, j = same.nonzero(as_tuple=True)
             assert torch.equal(kept.k[b, h, i], before.k[b, h, j])
             assert torch.equal(kept.v[b, h, i], before.v[b, h, j])
 

@@ -114,12 +114,14 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
     y = tensor_attention(q, k1, k2, v1, v2)
     assert K.shape == (2, 3, n * m, D)
     order = torch.tensor([a * m + b for b in range(m) for a in range(n)])  # row a + b·n
+    K_other = K[..., order, :]
+    V_other = V[..., order, :]
     for a, b in product(range(n), range(m)):
         pair = k1[..., a, :] * k2[..., b, :]
         assert torch.equal(K[..., a * m + b, :], pair)
-        assert torch.equal(K[..., order, :][..., a + b * n, :], pair)
+        assert torch.equal(K_other[..., a + b * n, :], pair)
 
-    permuted = (q @ K[..., order, :].mT).softmax(-1) @ V[..., order, :]
+    permuted = (q @ K_other.mT).softmax(-1) @ V_other
     assert equal(permuted, y)
     assert equal(tensor_attention(q, k2, k1, v2, v1), y)
     if m == 4 == n:
@@ -167,8 +169,11 @@ def test_scores_whose_exp_overflows_or_vanishes_are_harmless(
     """
     q, k, v = text(integer=True)
     k1, k2 = (x.repeat_interleave(G, 1) for x in k.chunk(2, -1))
-    score = torch.einsum("zhid,zhad,zhbd->zhiab", q, k1, k2)
-    score = [score[:, :, i, : i + 1, : i + 1].flatten(2) for i in range(N)]
+    every = torch.einsum("zhid,zhad,zhbd->zhiab", q, k1, k2)
+    score = []
+    for i in range(N):
+        seen = every[:, :, i, : i + 1, : i + 1]
+        score.append(seen.flatten(2))
     # 88 overflows in float32, 709 in float64
     assert score[-1].amax() > 1000
     assert score[-1].amin() < -1000
@@ -207,7 +212,9 @@ def test_i_tokens_are_4_i_d_numbers_and_two_matrices_2_i_i_d_beside(name, chunk,
         pairs_too = i * i * (2 * D * 8 + 4) if name == "two" else 0
         assert live == B * H * (i * (4 * D * 8 + 4) + pairs_too)
         assert live <= allocated <= 1.1 * live
-        buffers = {id(x): x.nbytes for y in (store, four) for x in y.slots.values()}
+        buffers = {}
+        for slots in (store.slots, four.slots):
+            buffers |= {id(x): x.nbytes for x in slots.values()}
         assert allocated == sum(buffers.values())
     numbers = (store.k.numel() + store.v.numel()) // B // H
     note("T3" if name == "two" else "T2", numbers=numbers)

@@ -28,7 +28,8 @@ def padded_and_packed(watch=0):
         layer.put("bias", layer.pos / 7)
     both[0].keep(KEPT)
     there = torch.zeros(2, 2, 10).scatter(2, KEPT % 10, 1)
-    both[1].keep_chosen(there[..., :9].bool())
+    there = there[..., :9].bool()
+    both[1].keep_chosen(there)
     return both
 
 
@@ -36,7 +37,9 @@ def check_same(padded, packed):
     there = padded.pos != NEVER
     assert torch.equal(packed.pos, padded.pos)  # NEVER where there is nothing
     for name in padded.slots:
-        assert torch.equal(packed.slot(name)[there], padded.slot(name)[there])
+        found = packed.slot(name)
+        right = padded.slot(name)
+        assert torch.equal(found[there], right[there])
 
 
 @pytest.mark.parametrize("watch", [0, 1, 3])
@@ -48,21 +51,23 @@ def test_packed_heads_are_those_of_the_padded_store(watch):
     for T in (1, 3, 1, 20):
         before = deepcopy(packed)
         q, k, v = draw(T, seed=T)
-        pos = torch.arange(padded.seen, padded.seen + T)[None]
+        pos = torch.arange(T) + padded.seen
         found = []
         for layer in (padded, packed):
-            layer.write(k, v, pos)
+            layer.write(k, v, pos[None])
             bias = layer.slot("bias").clone()
             bias[..., -T:] = 0.5
             layer.put("bias", bias)
-            found.append(layer.attention(q, pos))
+            found.append(layer.attention(q, pos[None]))
         (expected, weights), (y, p) = found
         assert torch.allclose(y, expected, atol=1e-6)
         assert watch == 0 or torch.allclose(p, weights, atol=1e-6)
         check_same(padded, packed)
-        assert (packed.length, packed.seen) == (padded.length, padded.seen)
+        assert packed.length == padded.length
+        assert packed.seen == padded.seen
         live, allocated = packed.bytes()
-        assert live == (6 + 4 * (packed.seen - 9)) * EACH + TABLE
+        entries = 6 + 4 * (packed.seen - 9)
+        assert live == entries * EACH + TABLE
         assert live <= allocated <= 1.1 * live
         # a copy is not written to
         assert torch.equal(before.pos, padded.pos[..., :-T])
@@ -72,7 +77,8 @@ def test_keep_takes_from_packed_and_later_slots():
     both = padded_and_packed()
     for layer in both:
         fill(layer, 4)
-        layer.keep(torch.tensor([[[0, 2, 5], [2, 3, -1]], [[2, 3, 4], [6, -1, -1]]]))
+        kept = [[[0, 2, 5], [2, 3, -1]], [[2, 3, 4], [6, -1, -1]]]
+        layer.keep(torch.tensor(kept))
         assert positions(layer) == [[[1, 8, 11], [2, 9]], [[6, 9, 10], [12]]]
     check_same(*both)
     assert both[1].bytes() == both[0].bytes()

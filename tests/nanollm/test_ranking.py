@@ -21,9 +21,11 @@ def ranked(scores) -> list[int]:
 def test_top_keeps_the_highest_and_of_equals_the_newest(scores, one, other):
     rows = scores, scores[::-1]
     score = torch.tensor(rows).float()
-    found = top(score, torch.tensor([one, other]))
+    both = torch.tensor([one, other])
+    found = top(score, both)
     for row, budget, mask in zip(rows, (one, other), found):
-        best = ranked(row)[: max(0, budget)]
+        n = max(0, budget)
+        best = ranked(row)[:n]
         kept = mask.nonzero().flatten()
         assert kept.tolist() == sorted(best)
     # −inf is a score like any other
@@ -43,7 +45,11 @@ def test_ranks_count_from_the_highest_and_of_equals_from_the_newest(scores, rand
 
 
 def test_indices_name_the_kept_slots_and_taken_takes_them():
-    kept = torch.tensor([[[0, 1, 1, 0], [0, 0, 0, 1]]])
+    kept = torch.tensor(
+        [
+            [[0, 1, 1, 0], [0, 0, 0, 1]],
+        ]
+    )
     i = indices(kept.bool())
     assert i.tolist() == [[[1, 2], [3, -1]]]
     x = torch.arange(8).view(1, 2, 4)

@@ -2,11 +2,12 @@
 
 from functools import partial
 from itertools import product
+import math
 
 import pytest
 import torch
 
-from common import B, D, G, H, alone, decoder, dense, end, feed
+from common import SLOT, B, D, G, H, alone, decoder, dense, end, feed
 from exact import F64, random
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.snap_kv import SnapKV
@@ -19,6 +20,7 @@ from nanollm.rounded import (
     unpack,
 )
 from rounding import levels, rounded
+from stores import positions, sees
 
 every_bits = pytest.mark.parametrize("bits", range(1, 9))
 
@@ -35,10 +37,14 @@ def test_codes_come_back_from_their_bytes(bits):
 @every_bits
 def test_codes_zero_and_scale_are_the_loops(bits):
     for dim, far in product((2, 4), (0, 30, -30)):
-        x = random(2, 1, 7, 3, 5, seed=bits) * 10.0 ** torch.arange(-1, 2).view(-1, 1)
-        x = x + far
+        size = torch.tensor([0.1, 1, 10]).view(-1, 1)
+        x = random(2, 1, 7, 3, 5, seed=bits)
+        x = x * size + far
         parts = quantise(x, bits, dim)
-        rows = [y.movedim(dim, -1).flatten(0, -2).tolist() for y in (x, *parts)]
+        rows = []
+        for y in (x, *parts):
+            y = y.movedim(dim, -1)
+            rows.append(y.flatten(0, -2).tolist())
         for numbers, codes, (zero,), (scale,) in zip(*rows, strict=True):
             assert (codes, zero, scale) == levels(numbers, bits)
 
@@ -58,7 +64,8 @@ def test_numbers_on_the_levels_and_equal_numbers_come_back_exactly(bits):
         texts.append(torch.full((5,), c, dtype=F64))
     for x, dtype in product(texts, (F64, torch.float32)):
         code, zero, scale = quantise(x.to(dtype), bits, 0)
-        assert torch.equal(zero.to(F64) + scale.to(F64) * code, x), x
+        found = zero.to(F64) + scale.to(F64) * code
+        assert torch.equal(found, x), x
 
 
 @pytest.mark.parametrize("numbers, bits", [([-1e5, 1.0], 8), ([-6e4, 6e4], 1)])
@@ -90,31 +97,30 @@ def read(n, method=None, **options):
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("Method", [SnapKV, AdaKV])
 def test_entries_are_those_of_the_method_rounded_by_loops(Method, bits):
-    layer = read(OLD, Method(budget=50, window_size=8), bits=bits)
-    exact = read(OLD, Method(budget=50, window_size=8))
+    method = Method(budget=50, window_size=8)
+    layer = read(OLD, method, bits=bits)
+    held = positions(read(OLD, method))
+    assert positions(layer) == held
     q, k, v = text()
-    kept_mask = torch.arange(OLD + NEW).expand(B, H, -1) >= OLD
-    kept_mask = kept_mask.clone()
+    old = 0
     groups = 0
     for b, h in product(range(B), range(H)):
-        kept = [i for i in exact.pos[b, h].tolist() if i != NEVER]
-        k[b, h, kept] = rounded(k[b, h, kept], bits, GROUP, 0).float()
-        v[b, h, kept] = rounded(v[b, h, kept], bits, GROUP, 1).float()
-        kept_mask[b, h, kept] = True
-        groups += -(-len(kept) // GROUP)
-    causal = torch.ones(OLD + NEW, OLD + NEW).tril().bool()
-    visible = (causal & kept_mask[:, :, None])[:, :, OLD:]
-    expected = dense(q[:, :, OLD:], k, v, visible)
+        kept = held[b][h]
+        for x, dim in ((k, 0), (v, 1)):
+            x[b, h, kept] = rounded(x[b, h, kept], bits, GROUP, dim).float()
+        old += len(kept)
+        groups += math.ceil(len(kept) / GROUP)
     y = feed(layer, text(), NEW, chunk=1)
+    expected = dense(q[:, :, OLD:], k, v, sees(held, OLD, NEW))
     # a number halfway between two levels may be rounded to either
     atol = 2e-2 if bits == 2 else 5e-3
     torch.testing.assert_close(y, expected, atol=atol, rtol=0)
 
     # an entry's codes, 4 bytes for its value's range and 4 for its position; a group's key ranges
-    old = int(kept_mask.sum()) - B * H * NEW
     size = old * (2 * D * bits // 8 + 4 + 4) + groups * D * 4 + 8 * B * H
     live, allocated = layer.bytes()
-    assert live == size + B * H * NEW * (2 * D * 4 + 4) <= allocated
+    assert live == size + B * H * NEW * SLOT
+    assert live <= allocated
 
 
 def test_several_groups_of_a_head_keep_their_ranges_when_others_leave():
@@ -123,10 +129,12 @@ def test_several_groups_of_a_head_keep_their_ranges_when_others_leave():
     g = torch.Generator().manual_seed(5)
     for _ in range(6):
         before = layer.k, layer.v, layer.pos
-        kept = (torch.rand(layer.pos.shape, generator=g) < 0.5) & (layer.pos != NEVER)
+        chance = torch.rand(layer.pos.shape, generator=g)
+        kept = (chance < 0.5) & (layer.pos != NEVER)
         layer.keep_chosen(kept)
         left = layer.pos != NEVER
-        for x, old in zip((layer.k, layer.v, layer.pos), before):
+        after = layer.k, layer.v, layer.pos
+        for x, old in zip(after, before):
             assert torch.equal(x[left], old[kept])
         feed(layer, text(), 3, chunk=1)
 
@@ -139,7 +147,7 @@ def test_nothing_may_be_left_of_the_prompt():
     q, k, v = (x[:, :, 20:30] for x in text())
     causal = torch.ones(10, 10).tril().bool()[None, None]
     assert torch.allclose(y, dense(q, k, v, causal), atol=1e-5)
-    assert layer.bytes()[0] == 10 * B * H * (2 * D * 4 + 4)
+    assert layer.bytes()[0] == 10 * B * H * SLOT
 
 
 def test_later_turns_are_rounded_too_and_keys_and_values_cannot_be_changed():

@@ -20,15 +20,17 @@ def rows_of(q, k, places, seen):
     for g in range(G):
         for t in range(seen - WINDOW, seen):
             earlier = [i for i in places if i <= t]
-            p = (k[earlier] @ q[g, t] / math.sqrt(D)).softmax(0).tolist()
-            rows.append(p + [0.0] * (len(places) - len(earlier)))
+            score = k[earlier] @ q[g, t] / math.sqrt(D)
+            later = len(places) - len(earlier)
+            rows.append(score.softmax(0).tolist() + later * [0.0])
     return rows
 
 
 def scores_of(rows, norms, room, mass, kernel_size):
     """Return the scores of the entries before the window, infinite in the first stage."""
     n = len(norms)
-    worst = pool([max(column) for column in zip(*rows)][:n], kernel_size)
+    worst = [max(column) for column in zip(*rows)]
+    worst = pool(worst[:n], kernel_size)
     least = sum(worst) / n
     score = [max(x, least) * norm / sum(norms) for x, norm in zip(worst, norms)]
     weight = mean(rows)
@@ -52,10 +54,10 @@ def kept_by_loop(row, w_o, held, seen, cropped, groups, **options):
     for (layer, h), places in held.items():
         q, k, v = row[layer]
         before = places[:-WINDOW]
-        rows = rows_of(q[h * G : h * G + G], k[h], places, seen)
-        projected = torch.einsum(
-            "nd,mgd->gnm", v[h, before], w_o[layer][:, h * G :][:, :G]
-        )
+        group = slice(h * G, h * G + G)
+        rows = rows_of(q[group], k[h], places, seen)
+        own = w_o[layer][:, group]
+        projected = torch.einsum("nd,mgd->gnm", v[h, before], own)
         norms = mean(projected.abs().sum(-1).tolist())
         for i, score in zip(before, scores_of(rows, norms, room, **options)):
             ranked.append((score, layer, h, i))
@@ -77,7 +79,9 @@ def test_kept_entries_are_the_loops(Method, mass, kernel_size, cropped, turns):
     """Also after a second turn, and if the last token is forgotten before the compression."""
     g = torch.Generator().manual_seed(7)
     shapes = [(B, heads, sum(turns), D) for heads in (H * G, H, H)]
-    layers = [[2 * torch.randn(x, generator=g) for x in shapes] for _ in range(LAYERS)]
+    layers = []
+    for _ in range(LAYERS):
+        layers.append([2 * torch.randn(shape, generator=g) for shape in shapes])
     options = dict(mass=mass, kernel_size=kernel_size)
     caches = make_cache(decoder(), Method, budget=BUDGET, window_size=WINDOW, **options)
     w_o = [layer.w_o for layer in caches]
@@ -85,7 +89,8 @@ def test_kept_entries_are_the_loops(Method, mass, kernel_size, cropped, turns):
     if Method is LayerDefensiveKV:
         groups = [range(LAYERS)]
     rows = [[[x[b] for x in qkv] for qkv in layers] for b in range(B)]
-    held = [{(i, h): [] for i in range(LAYERS) for h in range(H)} for _ in range(B)]
+    nothing = {(i, h): [] for i in range(LAYERS) for h in range(H)}
+    held = [nothing, nothing]
     seen = 0
     for turn in turns:
         begin_turn(caches)
@@ -97,7 +102,9 @@ def test_kept_entries_are_the_loops(Method, mass, kernel_size, cropped, turns):
         end(*caches)
         found = [positions(layer) for layer in caches]
         for b in range(B):
-            places = {key: [*old, *new] for key, old in held[b].items()}
+            places = {}
+            for key, old in held[b].items():
+                places[key] = [*old, *new]
             held[b] = kept_by_loop(
                 rows[b], w_o, places, seen, cropped, groups, **options
             )

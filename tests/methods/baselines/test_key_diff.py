@@ -14,11 +14,14 @@ def like_the_others(q, k, parts, budget):
                 kept[b][h] += part
                 unit = {}
                 for i in kept[b][h]:
-                    unit[i] = (k[b, h, i] / k[b, h, i].norm()).double()
+                    key = k[b, h, i]
+                    unit[i] = (key / key.norm()).double()
                 mean = sum(unit.values()) / len(unit)
-                alike = {i: (x @ mean / mean.norm()).item() for i, x in unit.items()}
+                alike = {}
+                for i, x in unit.items():
+                    alike[i] = (x @ mean / mean.norm()).item()
                 if part.stop >= PROMPT:
-                    ranked = sorted(alike, key=lambda i: (-alike[i], i))
+                    ranked = sorted(unit, key=lambda i: (-alike[i], i))
                     kept[b][h] = sorted(ranked[-budget:])
         yield [[*row] for row in kept]
 

@@ -182,7 +182,8 @@ def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
         for side in sides:
             for keys in side.flatten(0, 1).tolist():
                 clusters = len(clusters_of(keys, 0.7)[1])
-                expected += clusters * (vector + 8 + t * vector) + s * 2 * vector + 8
+                cluster = vector + 8 + t * vector
+                expected += clusters * cluster + s * 2 * vector + 8
         live, allocated = store.bytes()
         assert live == expected
         assert live <= allocated == held_bytes(store)
@@ -213,8 +214,8 @@ def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(note):
     token = 2 * (4 * 3 * 8 + 4)  # k₁, k₂, v₁, v₂ and a position in each head
     grown = [after - before for (_, before), (_, after) in zip(sizes, sizes[1:])]
     assert grown == 3 * [30 * token]
-    assert (two.streams[0].count.sum(-1) == 120**2).all()
-    assert (four.streams[1].count.sum(-1) == 120).all()
+    for stream, keys in ((two.streams[0], 120**2), (four.streams[1], 120)):
+        assert (stream.count.sum(-1) == keys).all()
     note("T10", over_exact=sizes[-1][1] / (120 * token))
 
 
