@@ -109,7 +109,8 @@ class RoundedSlots(PackedSlots):
 
     def end_prompt(self):
         super().end_prompt()
-        if self.length:
+        later = self.length - self.longest
+        if later or not self.packed:
             self.pack(self.pos != NEVER)
         if self.packed and self.counts.any():
             self.round()

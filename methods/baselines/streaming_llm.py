@@ -38,10 +38,15 @@ class SinkSlots(Slots):
                 "use streaming_llm_absolute"
             )
 
-    def evict(self):
-        super().evict()
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+    ):
+        super().write(k, v, pos)
         sinks = self.method.sinks
-        gap = self.seen - self.length
+        gap = self.seen - self.length  # tokens that left
         if sinks and gap:
             if self.sink_keys is None:
                 self.sink_keys = self.k[:, :, :sinks].clone()
@@ -67,6 +72,16 @@ class StreamingLLM(Scored):
         check_budget(
             self.budget, self.sinks + 1, f"{self.sinks} sinks and the newest token"
         )
+
+    def evict(self, layer: Slots):
+        if not layer.length == layer.seen > self.budget:
+            return super().evict(layer)
+        # every token is there, in order: no need to sort scores
+        slot = torch.arange(layer.length, device=layer.pos.device)
+        newest = slot[self.sinks + layer.length - self.budget :]
+        kept = torch.cat((slot[: self.sinks], newest))
+        B, H, _ = layer.pos.shape
+        layer.keep(kept.expand(B, H, -1))
 
     def score(self, layer: Slots) -> Tensor:
         # of the others, which score alike, the newest stay

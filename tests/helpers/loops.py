@@ -35,19 +35,20 @@ def check_kept(cut, method, loop, own=0, twice=0):
     """Compare kept positions and bytes after each part with the loop's.
 
     loop(q, k, parts, **options) yields the positions that stay, [b][h], after each part. own: bytes
-    of the method's numbers for an entry. twice: how many keys are stored twice once tokens left.
+    of the method's numbers for an entry. twice: how many keys the next write stores twice.
     """
     q, k, _ = text()
     parts = parts_of(cut)
     layer = alone(method, freq=torch.ones(D // 2))
     for part, kept in zip(parts, loop(q, k, parts, **vars(method)), strict=True):
+        left = layer.seen - layer.length  # tokens that had left before this part
         feed(layer, text(), len(part))
         if part.stop == PROMPT:
             end(layer)
         assert layer.pos.sort(-1).values.tolist() == kept, part
         n = len(kept[0][0])
         slot = SLOT + own
-        beside = twice * D * 4 if n < part.stop else 0
+        beside = twice * D * 4 if left else 0
         live, allocated = layer.bytes()
         assert live == B * H * (n * slot + beside)
         most = 1.1 * (n + len(part)) * slot + beside

@@ -123,8 +123,8 @@ def test_with_a_cluster_for_each_key_and_one_value_attention_is_exact(name, chun
         outputs = []
         for dtype in F64, torch.float32:
             store = STORES[name](radius=0.0, samples=2, draws=3, scale=scale)
-            x = [x.to(dtype) for x in (q * sharp, k, v)]
-            outputs.append(feed(store, *x, chunk))
+            given = [x.to(dtype) for x in (q * sharp, k, v)]
+            outputs.append(feed(store, given, chunk=chunk))
             assert outputs[-1].dtype == dtype
         y, single = outputs
         assert torch.allclose(y, expected, rtol=1e-9, atol=1e-12)
