@@ -90,7 +90,7 @@ def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
     layer = alone(Scissorhands(*CASES[case]))
     outputs = []
     for i in torch.arange(T).split(chunk):
-        outputs.append(feed(layer, q[:, :, i], k[:, :, i], v[:, :, i]))
+        outputs.append(feed(layer, (q, k, v), len(i)))
         if 20 in i:
             end(layer)
         for (b, h), steps in expected(case).items():
@@ -141,12 +141,10 @@ def test_a_stream_never_exceeds_the_budget_at_any_moment(note):
     layer = alone(method, store=Watched)
     layer.reads = {}
     g = torch.Generator().manual_seed(2)
+    shapes = [(B, heads, n, D) for heads in (H * G, H, H)]
+    stream = [torch.randn(shape, generator=g) for shape in shapes]
     for i in [1, 90, 7, 102, *[1] * (n - 200)]:
-        shapes = [(B, heads, i, D) for heads in (H * G, H, H)]
-        feed(
-            layer,
-            *(torch.randn(shape, generator=g) for shape in shapes),
-        )
+        feed(layer, stream, i)
     # the text is cut into as few pieces as the room allows
     pieces = [1, 64, 84, 91, 98, 104, 124, 144, 164, 184, 200]
     assert [*layer.reads][:11] == pieces
@@ -166,8 +164,8 @@ def weigh(strength, **options):
     q = torch.zeros(1, 2, len(strength), D)
     q[..., 0] = math.sqrt(D)
     kept = []
-    for t in range(len(strength)):
-        feed(layer, q[:, :, [t]], k[:, :, [t]], k[:, :, [t]])
+    for _ in strength:
+        feed(layer, (q, k, k), 1)
         kept.append(layer.pos.sort(-1).values.flatten().tolist())
     return kept
 

@@ -174,10 +174,11 @@ def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
         assert store.seen == i
         if i not in (1, 2, 9, n):
             continue
-        sides = k[:, :, :i].chunk(VECTORS[name], -1)
+        seen = k[:, :, :i]
+        sides = seen.chunk(VECTORS[name], -1)
         expected = 0
         if name == "two":
-            sides = [pairs_of(k[:, :, :i])]
+            sides = [pairs_of(seen)]
             expected = 2 * 2 * i * (4 * vector + 4)  # all tokens
         for side in sides:
             for keys in side.flatten(0, 1).tolist():
