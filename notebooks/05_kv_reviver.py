@@ -195,9 +195,7 @@ names = ("full", "h2o", "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "q
 sections = dict(smollm2="smollm2", built="all", learned="learned")
 stored = {}
 for decoder, section in sections.items():
-    measured = render_results.by_method(section)  # kvzip@4 was once called kvzip_4
-    stored[decoder] = {(method.replace("kvzip_4", "kvzip@4"), keep_ratio): row
-                       for (method, keep_ratio), row in measured.items()}
+    stored[decoder] = render_results.by_method(section)
     shown = [[decoder, "keep", "KiB", "needle", "pairs", "KL"]]
     for (method, keep_ratio), row in stored[decoder].items():
         if method in names and keep_ratio in (None, 0.25):

@@ -94,10 +94,7 @@ FAMILIES = {
 # %%
 names = [name for family in FAMILIES.values() for name in family.split()]
 # python -m nanollm --all --model smollm2 --lengths 256
-stored = {}  # kvzip@4 and question_gates@4 had an underscore when their rows were stored
-for (name, keep_ratio), row in by_method("smollm2").items():
-    name = name.replace("kvzip_4", "kvzip@4").replace("question_gates_4", "question_gates@4")
-    stored[name, keep_ratio] = row
+stored = by_method("smollm2")
 page = [stored.get((name, 0.25)) or stored[name, None] for name in names]
 sizes = [len(family.split()) for family in FAMILIES.values()]
 height = -np.arange(len(names)) - np.repeat(range(len(sizes)), sizes)  # a gap between families

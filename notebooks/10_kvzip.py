@@ -163,10 +163,7 @@ for keep_ratio in (0.25, 0.125):
     right, _ = needles.measured(model, maker(model, FastKVzip, keep_ratio, gates=gates))
     print(f"{x.shape[1]} tokens seen; keeps {keep_ratio:.1%}, question later: "
           f"{right['needle_agnostic'].mean():.2f} of the facts found")
-stored = {}
-for name, section in {"built": "all", "learned": "learned"}.items():
-    stored[name] = {(method.replace("kvzip_4", "kvzip@4"), share): row  # its older name
-                    for (method, share), row in by_method(section).items()}
+stored = {"built": by_method("all"), "learned": by_method("learned")}
 shown = [["facts found, question later", "25 %", "12.5 %", "6.25 %"]]
 for name, method in ((name, method) for name in SHIPPED for method in ("kvzip", "kvzip_fast")):
     found = [stored[name][method, share]["needle_agnostic"] for share in (0.25, 0.125, 0.0625)]
