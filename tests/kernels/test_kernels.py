@@ -16,7 +16,6 @@ from methods.baselines.ada_kv import AdaKV
 from methods.critical_kv import Critical
 from methods.baselines.h2o import H2O
 from methods.scissorhands import Scissorhands
-from methods.baselines.snap_kv import SnapKV
 from methods.tensor_attention import FactoredFourCache
 from nanollm import kernel_switch
 from nanollm.cache import ALL, Method, PackedSlots
