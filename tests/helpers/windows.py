@@ -186,7 +186,7 @@ def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0, **_):
         for g, t in product(range(G), range(w)):
             Z = (k[: T - w + t + 1] @ q[g, t] / math.sqrt(D)).exp().sum()
             reach += (q[g, t] @ key / math.sqrt(D)).exp() / Z
-        bias = math.log(share * rows[..., group].sum() / reach)
+        bias = (share * rows[..., group].sum() / reach).log()
         slots[max(group)] = Slot(key, mean_of(v, group), bias)
     return slots
 
@@ -207,11 +207,7 @@ class Case(NamedTuple):
 
 
 def chunk_case(
-    select,
-    Method=ChunkKV,
-    options=NONE,
-    deal=same_for_all,
-    choose=by_chunk,
+    select, Method=ChunkKV, options=NONE, deal=same_for_all, choose=by_chunk
 ):
     """Return a case of ChunkKV. Chunks that must fit whole are no longer than the room."""
 
@@ -219,13 +215,7 @@ def chunk_case(
         room = prompt.budget - prompt.window_size
         return replace(select, chunk_size=min(select.chunk_size, room))
 
-    return Case(
-        Method,
-        options,
-        select if select.fill else fitting,
-        deal,
-        choose,
-    )
+    return Case(Method, options, select if select.fill else fitting, deal, choose)
 
 
 class Prompt(NamedTuple):
@@ -236,9 +226,8 @@ class Prompt(NamedTuple):
     window_size: int
     budget: int
     kernel_size: int = 7
-    tied: bool = (
-        False  # the window's weights are a few exact numbers, and so are the norms
-    )
+    # the window's weights are a few exact numbers, and so are the norms
+    tied: bool = False
     cropped: int = 0  # newest tokens that are forgotten before the compression
 
 
@@ -298,7 +287,7 @@ def options_of(select) -> dict:
 class Slot(NamedTuple):
     key: Tensor  # (D,)
     value: Tensor
-    bias: float = 0.0
+    bias: Tensor = torch.zeros(())
 
 
 class GivenWindow(Window):
@@ -330,13 +319,7 @@ class Walk:
         self.ends = torch.rand(60, generator=g) < 1 / 6
         self.given = None
         if prompt.tied:
-            shape = (
-                B,
-                H,
-                G,
-                min(w, prompt.turns[0]),
-                prompt.turns[0],
-            )
+            shape = B, H, G, w, prompt.turns[0]
             self.given = torch.randint(0, 4, shape, generator=g) / 16
             self.v = self.v.round()
             self.w_o = self.w_o.round()
@@ -370,12 +353,8 @@ class Walk:
     def feed(self, n, chunk):
         """Read n more tokens; return their outputs (B, H, G, n, D)."""
         part = slice(self.read, self.read + n)
-        y = feed(
-            self.layer,
-            (self.q.flatten(1, 2), self.k, self.v),
-            n,
-            chunk,
-        )
+        text = self.q.flatten(1, 2), self.k, self.v
+        y = feed(self.layer, text, n, chunk)
         for (b, h), slots in self.slots.items():
             for i in range(part.start, part.stop):
                 slots[i] = Slot(self.k[b, h, i], self.v[b, h, i])
@@ -394,9 +373,7 @@ class Walk:
     def output(self, b, h, g, t):
         """Return the output of query t, from the slots by loops."""
         slots = [x for i, x in self.slots[b, h].items() if i <= t]
-        keys = torch.stack([x.key for x in slots])
-        values = torch.stack([x.value for x in slots])
-        bias = torch.tensor([x.bias for x in slots])
+        keys, values, bias = map(torch.stack, zip(*slots))
         return (keys @ self.q[b, h, g, t] / math.sqrt(D) + bias).softmax(0) @ values
 
     def compress_by_loops(self, turn):
@@ -417,14 +394,8 @@ class Walk:
             budget = prompt.budget - (w - prompt.cropped)
             rooms = self.case.deal(pooled, budget, seen=self.read - w, **self.options)
             for h, room in enumerate(rooms):
-                self.keep(
-                    b,
-                    h,
-                    min(room, out[h]),
-                    out[h],
-                    A,
-                    torch.tensor(rows[h]),
-                )
+                own = torch.tensor(rows[h])
+                self.keep(b, h, min(room, out[h]), out[h], A, own)
 
     def rows(self, b, h, w, n):
         """Return the weights [g][t][i] of the last w queries: to slots and forgotten ones."""
@@ -479,13 +450,11 @@ class Walk:
         for (b, h), slots in self.slots.items():
             there = layer.pos[b, h] != NEVER
             assert layer.pos[b, h, there].tolist() == [*slots]
-            for name, expected in zip(("k", "v", "bias"), zip(*slots.values())):
-                if name == "bias":
-                    assert biased or not any(expected)
-                    expected = [torch.tensor(x) for x in expected]
-                if name in layer.slots:
-                    found = layer.slot(name)[b, h, there]
-                    assert torch.allclose(found, torch.stack(expected), atol=1e-5)
+            found = [layer.k, layer.v]
+            found.append(layer.slot("bias") if biased else torch.zeros(there.shape))
+            for x, expected in zip(found, zip(*slots.values())):
+                mine = x[b, h] if x.dim() > 1 else x
+                assert torch.allclose(mine[there], torch.stack(expected), atol=1e-5)
 
         counts = [len(slots) for slots in self.slots.values()]
         self.uneven |= len({*counts}) > 1
