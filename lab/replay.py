@@ -26,13 +26,21 @@ class Recording(NamedTuple):
         here = [x.to(device) for x in self]
         return Recording(*here)
 
-    def tokens(self, start: int | None, stop: int | None) -> "Recording":
+    def tokens(
+        self,
+        start: int | None,
+        stop: int | None,
+    ) -> "Recording":
         """Return the recording of some of the tokens."""
         some = slice(start, stop)
         q, k, v = (x[:, :, some] for x in self[:3])
         return Recording(q, k, v, self.pos[:, some])
 
-    def split(self, n: int, device: torch.device | str = "cpu"):
+    def split(
+        self,
+        n: int,
+        device: torch.device | str = "cpu",
+    ):
         """Yield the recording in pieces of n tokens, on a device."""
         here = self.to(device)
         for start in range(0, self.q.shape[2], n):
@@ -50,7 +58,11 @@ class Recorder(Slots):
         super().__init__(*place)
         self.noted: list[tuple[Tensor, Tensor, Tensor]] = []  # of each piece: q, pos, y
 
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+    def attention(
+        self,
+        q: Tensor,
+        pos: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
         y, p = super().attention(q, pos)
         self.noted.append((q, pos, y))
         return y, p
@@ -71,7 +83,12 @@ class CannotReplay(Exception):
     """The cache must read the prompt itself, as it hides or changes tokens before the end."""
 
 
-def feed(model, tokens: Tensor, caches: list[Slots], chunk_size: int = 64) -> int:
+def feed(
+    model,
+    tokens: Tensor,
+    caches: list[Slots],
+    chunk_size: int = 64,
+) -> int:
     """Feed tokens (B, T) of a prompt; return the most bytes that the caches allocated."""
     peak = 0
     for part in tokens.split(chunk_size, 1):
@@ -80,7 +97,11 @@ def feed(model, tokens: Tensor, caches: list[Slots], chunk_size: int = 64) -> in
     return peak
 
 
-def record(model, caches: list[Recorder], tokens: Tensor) -> list[Recording]:
+def record(
+    model,
+    caches: list[Recorder],
+    tokens: Tensor,
+) -> list[Recording]:
     """Let the decoder read tokens (B, T); return a recording per layer, in CPU memory.
 
     Without tokens there are none.

@@ -90,12 +90,17 @@ class PackedSlots(Slots):
         end = end.unsqueeze(1)
         rows = (end + back).clamp(min=0)
         B, H = self.counts.shape
-        old = x[rows].view(B, H, self.longest, *x.shape[1:])
+        old = x[rows]
+        old = old.view(B, H, self.longest, *x.shape[1:])
         if name == "pos":
             old.masked_fill_(~self.filled(), NEVER)
         return torch.cat((old, new), 2)
 
-    def put(self, name: str, x: Tensor):
+    def put(
+        self,
+        name: str,
+        x: Tensor,
+    ):
         if not self.packed:
             return super().put(name, x)
         shape = self.slot(name).shape
@@ -104,7 +109,8 @@ class PackedSlots(Slots):
                 f"{name} {tuple(x.shape)} must be {tuple(shape)}, one for each slot"
             )
         old, new = self.split(x)
-        self.packed[name] = old[self.filled()].to(self.packed[name].dtype)
+        dtype = self.packed[name].dtype
+        self.packed[name] = old[self.filled()].to(dtype)
         self.new(name).copy_(new)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +151,11 @@ class PackedSlots(Slots):
         else:
             self.keep(indices(kept))
 
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+    def attention(
+        self,
+        q: Tensor,
+        pos: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
         if not self.packed or q.shape[2] > 1:
             return super().attention(q, pos)
         if not self.watch and "k" in self.packed:
@@ -161,7 +171,9 @@ class PackedSlots(Slots):
         k = self.old("k").split(self.sizes)
         v = self.old("v").split(self.sizes)
         # (B·H, n, ...)
-        new = {name: self.new(name).flatten(0, 1) for name in self.slots}
+        new = {}
+        for name in self.slots:
+            new[name] = self.new(name).flatten(0, 1)
         q_h = wide(q) * D**-0.5
         q_h = q_h.view(B * H, -1, D)  # (B·H, G, D)
 
@@ -194,7 +206,11 @@ class PackedSlots(Slots):
             return y, None
         return y, p.view(B, H, -1, 1, self.length)
 
-    def without_gaps(self, late: Tensor, pos: Tensor) -> Tensor:
+    def without_gaps(
+        self,
+        late: Tensor,
+        pos: Tensor,
+    ) -> Tensor:
         """Hide empty ones of the later slots (B·H, G, n) with pos (B·H, n); here there are none."""
         return late
 

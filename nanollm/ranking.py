@@ -98,4 +98,5 @@ def taken(x: Tensor, i: Tensor) -> Tensor:
     rows = i + first.view(B, H, 1)
     rows = rows.flatten()
     chosen = table.index_select(0, rows)
-    return chosen.view(*i.shape, *x.shape[3:])
+    rest = x.shape[3:]
+    return chosen.view(*i.shape, *rest)

@@ -63,7 +63,11 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return code
 
 
-def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantise(
+    x: Tensor,
+    bits: int,
+    dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes of x, and zero and scale of each group along `dim`, in 16 bits.
 
     The codes have x's shape; zero and scale have size 1 along `dim`.
@@ -79,8 +83,8 @@ def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
         )
     step = scale.to(x).clamp(min=2**-24)
     code = ((x - zero.to(x)) / step).round()
-    code = code.clamp(0, 2**bits - 1).to(torch.uint8)
-    return code, zero, scale
+    code = code.clamp(0, 2**bits - 1)
+    return code.to(torch.uint8), zero, scale
 
 
 def check_head_dim(D: int, group: int):
@@ -95,7 +99,11 @@ def check_head_dim(D: int, group: int):
 class RoundedSlots(PackedSlots):
     """Packed slots whose keys and values are codes of few bits, from the prompt's end on."""
 
-    def __init__(self, *place, bits: int = 4):
+    def __init__(
+        self,
+        *place,
+        bits: int = 4,
+    ):
         super().__init__(*place)
         self.bits = whole("bits", bits, 1, 8)
         self.options = dict(bits=bits)
@@ -124,8 +132,10 @@ class RoundedSlots(PackedSlots):
         for n in self.sizes:
             for i in range(0, n, GROUP):
                 self.groups.append(min(GROUP, n - i))
-        groups = [quantise(keys, self.bits, 0) for keys in k.split(self.groups)]
-        self.add_codes("k", *map(torch.cat, zip(*groups)))
+        rounded = []
+        for keys in k.split(self.groups):
+            rounded.append(quantise(keys, self.bits, 0))
+        self.add_codes("k", *map(torch.cat, zip(*rounded)))
 
         channels = min(GROUP, v.shape[1])
         v = v.unflatten(1, (-1, channels))  # (entries, groups of channels, channels)
@@ -200,7 +210,8 @@ class RoundedSlots(PackedSlots):
         tail = indices(new)
         later = {}
         for name in self.slots:
-            later[name] = taken(self.new(name), tail.clamp(min=0))
+            x = self.new(name)
+            later[name] = taken(x, tail.clamp(min=0))
         later["pos"].masked_fill_(tail < 0, NEVER)
 
         i = old[self.filled()].nonzero().squeeze(1)  # rows of `packed`
@@ -231,14 +242,22 @@ class RoundedSlots(PackedSlots):
             self.keep(indices(self.pos != NEVER))  # back from codes
         super().crop(n)
 
-    def put(self, name: str, x: Tensor):
+    def put(
+        self,
+        name: str,
+        x: Tensor,
+    ):
         if self.rounded and name in VECTORS:
             raise ValueError(
                 "keys and values in few bits cannot be changed; use this method without rounding"
             )
         super().put(name, x)
 
-    def without_gaps(self, late: Tensor, pos: Tensor) -> Tensor:
+    def without_gaps(
+        self,
+        late: Tensor,
+        pos: Tensor,
+    ) -> Tensor:
         if not self.ragged:
             return late
         empty = (pos == NEVER).unsqueeze(1)

@@ -103,7 +103,11 @@ def P2(on: Subject) -> Finding:
 def P3(on: Subject) -> Finding:
     """Measure L and θ of every head at a quarter of the entries."""
 
-    def largest(A: Tensor, norms: Tensor, values: Tensor) -> Tensor:
+    def largest(
+        A: Tensor,
+        norms: Tensor,
+        values: Tensor,
+    ) -> Tensor:
         # SmolLM2 has heads that give evicted entries 1e-9 of A
         A = A.double()
         values = values.double()
@@ -130,7 +134,11 @@ def P5(on: Subject) -> Finding:
 def P6(on: Subject) -> Finding:
     """Count the heads beyond the first layer whose σ exceeds 1/2, at a quarter of the entries."""
 
-    def beyond(A: Tensor, norms: Tensor, values: Tensor) -> Tensor:
+    def beyond(
+        A: Tensor,
+        norms: Tensor,
+        values: Tensor,
+    ) -> Tensor:
         first, _ = algorithm_1(A, norms, round(A.shape[-1] / 4))
         return (assumption_1(A, first) > 0.5)[0, 1:].double().mean()
 
@@ -235,7 +243,12 @@ def P13(on: Subject) -> Finding:
     def gain(x: Tensor, y: Tensor) -> Tensor:
         return 1 - x[:, -1].mean() / y[:, -1].mean()
 
-    def more(x: Tensor, y: Tensor, alone: Tensor, plain_alone: Tensor) -> Tensor:
+    def more(
+        x: Tensor,
+        y: Tensor,
+        alone: Tensor,
+        plain_alone: Tensor,
+    ) -> Tensor:
         return gain(x, y) - gain(alone, plain_alone)
 
     alone = critical["l1_alone"], plain["l1_alone"]

@@ -103,7 +103,8 @@ class QuantizedSlots(Slots):
         old_v = old_v * r["v_scale"] + r["v_zero"]
         # (B, H, groups, tokens, …) → (B, H, rounded tokens, D), then the exact ones
         k = torch.cat((old_k.flatten(2, 3), k), 2)
-        v = torch.cat((old_v.flatten(4).flatten(2, 3), v), 2)
+        old_v = old_v.flatten(4).flatten(2, 3)
+        v = torch.cat((old_v, v), 2)
         return k, v, self.positions(), None
 
     def attention(
@@ -164,7 +165,8 @@ class QuantizedSlots(Slots):
         return torch.cat((rounded, self.pos), 2)
 
     def stored(self) -> list[Stored]:
-        return super().stored() + [all_live(x) for x in self.rounded.values()]
+        rounded = [all_live(x) for x in self.rounded.values()]
+        return super().stored() + rounded
 
 
 @dataclass

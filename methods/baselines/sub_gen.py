@@ -68,18 +68,30 @@ class Stream:
         self.v = like.new_zeros(B, H, draws, D)
         self.total = like.new_zeros(B, H, dtype=torch.float64)
 
-    def add(self, k: Tensor, v: Tensor):
+    def add(
+        self,
+        k: Tensor,
+        v: Tensor,
+    ):
         """Add keys and values (B, H, T, D) to the clusters and draws."""
         self.renew(k, self.join(k))
         self.draw(k, v)
 
-    def uniform(self, below: Tensor, n: int) -> Tensor:
+    def uniform(
+        self,
+        below: Tensor,
+        n: int,
+    ) -> Tensor:
         """Return n random numbers in [0, below) for each number in `below` (...): (..., n)."""
         shape = *below.shape, n
         u = torch.rand(shape, generator=self.generator, dtype=torch.float64)
         return u.to(below.device) * below.unsqueeze(-1)
 
-    def near(self, k: Tensor, centre: Tensor) -> Tensor:
+    def near(
+        self,
+        k: Tensor,
+        centre: Tensor,
+    ) -> Tensor:
         """Return whether each key is within the radius of each centre, (B, H, T, M)."""
         distance = torch.cdist(
             k.double(), centre.double(), compute_mode="donot_use_mm_for_euclid_dist"
@@ -112,7 +124,11 @@ class Stream:
             used = used + opens
         return cluster
 
-    def renew(self, k: Tensor, cluster: Tensor):
+    def renew(
+        self,
+        k: Tensor,
+        cluster: Tensor,
+    ):
         """Update the samples: each becomes one of a cluster's m new keys with chance m/n.
 
         n is the number of the cluster's keys, the new ones included. This is reservoir sampling:
@@ -133,7 +149,11 @@ class Stream:
             (u < new.unsqueeze(-1)).unsqueeze(-1), fresh, self.sample
         )
 
-    def draw(self, k: Tensor, v: Tensor):
+    def draw(
+        self,
+        k: Tensor,
+        v: Tensor,
+    ):
         """Update the draws: like `renew`, with ‖v‖² instead of counts."""
         weight = v.double().square().sum(-1).cumsum(-1)
         self.total = self.total + weight[..., -1]

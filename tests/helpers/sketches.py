@@ -46,7 +46,12 @@ class Lists:
             signs[:D] = 1  # of keys
         return x * signs
 
-    def insert(self, J, x, times=1):
+    def insert(
+        self,
+        J,
+        x,
+        times=1,
+    ):
         for i in range(self.r):
             self.x[i, self.h(i, J)] += times * self.signed(i, J, x)
         self.total += times * x
@@ -57,7 +62,8 @@ class Lists:
         factor = 1.0
         if self.kind is ShrunkSketch:
             variance = 1 if self.r == 1 else 1 - math.sqrt(3) / math.pi
-            factor = 1 / (1 + variance * (len(self.inside) - 1) / self.b)
+            others = len(self.inside) - 1
+            factor = 1 / (1 + variance * others / self.b)
             mean = self.total / len(self.inside)
         rows = []
         for i in range(self.r):
@@ -175,7 +181,12 @@ def texts(T, dtype=F64):
     return [x.to(dtype) for x in (q, k, v)]
 
 
-def parts_of(T, prompt, chunk=None, block=1):
+def parts_of(
+    T,
+    prompt,
+    chunk=None,
+    block=1,
+):
     starts = *range(0, prompt, chunk or prompt), *range(prompt, T, block), T
     return [range(a, b) for a, b in pairwise(starts)]
 
@@ -193,7 +204,12 @@ OPTIONS = dict(budget=26, vague=0.3, recent=0.3, slack=2, replace_rate=1.1, rows
 WHOLE, PARTS, SHORT = (36, 36, 1), (36, 7, 3), (3, 2, 1)
 
 
-def check_walk(Method, walk, changed, T=50):
+def check_walk(
+    Method,
+    walk,
+    changed,
+    T=50,
+):
     """Compare outputs, exact and vague tokens, scores, sketch and bytes after every step."""
     options = OPTIONS | changed
     prompt = walk[0]

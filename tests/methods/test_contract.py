@@ -130,7 +130,12 @@ class Entries(NamedTuple):
         return self.pos != NEVER
 
 
-def entries(k, v, pos, bias=None) -> Entries:
+def entries(
+    k,
+    v,
+    pos,
+    bias=None,
+) -> Entries:
     pos, i = pos.expand(k.shape[:3]).sort(-1)
     bias = torch.zeros(pos.shape) if bias is None else bias.gather(2, i)
     rows = i[..., None].expand(k.shape)
@@ -156,7 +161,12 @@ class Step(NamedTuple):
     bytes: list[tuple[int, int]]
 
 
-def new_caches(name, dtype=torch.float32, store=None, **changed):
+def new_caches(
+    name,
+    dtype=torch.float32,
+    store=None,
+    **changed,
+):
     case = CASES[name]
     free = case._replace(options={})  # what a name sets may be changed, too
     options = case.given(**options_of(dtype)) | free.given(**changed)
@@ -175,7 +185,15 @@ def slots_in_use(caches) -> int:
     return sum(int((layer.pos != NEVER).sum()) for layer in caches)
 
 
-def run(name, cut, layers=None, chunk=None, again=False, prompt=PROMPT, **changed):
+def run(
+    name,
+    cut,
+    layers=None,
+    chunk=None,
+    again=False,
+    prompt=PROMPT,
+    **changed,
+):
     """Return the caches after a walk through the text in parts, and a Step for each part.
 
     chunk: the prompt is read so many tokens at a time. again: its last token is forgotten before
@@ -311,7 +329,13 @@ def test_what_the_store_shows_is_the_texts_at_its_positions(name):
             check_entries(step.after[layer], compressed, k, v, bits_of(name))
 
 
-def check_entries(shown, compressed, k, v, bits):
+def check_entries(
+    shown,
+    compressed,
+    k,
+    v,
+    bits,
+):
     """Check that entries are the text's, k and v.
 
     In few bits, no number of the prompt is farther off than half a level. A key's levels lie
@@ -362,7 +386,11 @@ def test_slots_never_exceed_the_budget_and_bytes_say_so(name):
                 assert live == bytes_of(layer, kept, bits_of(name))
 
 
-def bytes_of(layer, kept, bits) -> int:
+def bytes_of(
+    layer,
+    kept,
+    bits,
+) -> int:
     """Return the bytes of an entry's key, value, position and numbers, times the entries.
 
     In few bits an entry's k and v take `bits` a number, and its value's range takes 4 bytes. Each

@@ -5,7 +5,8 @@ import torch
 
 from nanollm.ranking import indices, rank, taken, top
 
-lists = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+digits = st.integers(0, 3)
+lists = st.lists(digits, min_size=1, max_size=12)
 budgets = st.integers(-2, 14)
 
 
