@@ -1,6 +1,5 @@
 """Share decoders, loops and tensors among test files."""
 
-from copy import deepcopy
 from functools import cache as once
 from itertools import product
 import math
@@ -10,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nanollm import TINY, tokenizer
 from nanollm.checkpoint import to_hf
 from lab import corpus
 from lab.hard_tasks import HardTasks
-from nanollm.cache import Method, PackedSlots, compress
+from nanollm.cache import NEVER, Method, PackedSlots, compress, make_cache
 from nanollm.model import Config, Decoder
 
 # ---- where kernels run: on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1) ---
@@ -35,40 +35,32 @@ if DEVICE == "cuda":  # Triton's interpreter computes it wrong
 
 def amid_nan(x):
     """Return x as a view with NaN before and after it in memory, which no code may read."""
-    storage = torch.full(
-        (x.numel() + 2**15,),
-        math.nan,
-        dtype=x.dtype,
-        device=DEVICE,
-    )
-    storage[2**14 : -(2**14)] = x.flatten()
-    return storage[2**14 : -(2**14)].view(x.shape)
+    n = 2**14
+    storage = F.pad(x.to(DEVICE).flatten(), (n, n), value=math.nan)
+    return storage[n:-n].view(x.shape)
 
 
-def segment(counts, D, dtype, seed, bias=False, gap=1):
+def segment(counts, D, dtype, seed, bias=False):
     """Return a segment of heads in another order.
 
-    Around each are `gap` rows of NaN, which no code may read.
+    Around each are rows of NaN, which no code may read.
     """
-    from kernels.decode_attention import (
-        Segment,
-    )  # Triton: Linux only
+    from kernels.decode_attention import Segment  # Triton: Linux only
 
     g = torch.Generator().manual_seed(seed)
     start = torch.zeros(len(counts), dtype=torch.int64)
-    end = gap
+    end = 1
     for i in torch.randperm(len(counts), generator=g).tolist():
         start[i] = end
-        end += counts[i] + gap
+        end += counts[i] + 1
 
     k = torch.full((end, D), math.nan, dtype=dtype)
-    v = torch.full((end, D), math.nan, dtype=dtype)
+    v = k.clone()
     b = torch.full((end,), math.nan)
     for i, n in enumerate(counts):
         rows = slice(start[i], start[i] + n)
         k[rows], v[rows] = torch.randn(2, n, D, generator=g).to(dtype)
-        if bias:
-            b[rows] = torch.randn(n, generator=g)
+        b[rows] = torch.randn(n, generator=g)
 
     count = torch.tensor(counts, dtype=torch.int32)
     k, v, b, start, count = (x.to(DEVICE) for x in (k, v, b, start, count))
@@ -82,10 +74,12 @@ def attended(q, segments):
     """
     B, H, _, D = q.shape
     y = torch.zeros_like(q, dtype=torch.float64)
-    weights = [torch.zeros(len(s.k), dtype=torch.float64) for s in segments]
-    weights = [x.to(q.device) for x in weights]
+    weights = [y.new_zeros(len(s.k)) for s in segments]
     for i, (b, h) in enumerate(product(range(B), range(H))):
-        rows = [slice(int(s.start[i]), int(s.start[i] + s.count[i])) for s in segments]
+        rows = []
+        for s in segments:
+            first = int(s.start[i])
+            rows.append(slice(first, first + int(s.count[i])))
         k = torch.cat([s.k[own] for s, own in zip(segments, rows)]).double()
         v = torch.cat([s.v[own] for s, own in zip(segments, rows)]).double()
         score = q[b, h].double() @ k.T / math.sqrt(D)
@@ -184,14 +178,6 @@ TOKENS = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(1
 
 def decoder(**changed) -> Decoder:
     """Return a random decoder: three layers, six query heads over two key/value heads."""
-    model, state = made(*changed.items())
-    torch.set_rng_state(state)
-    return deepcopy(model)
-
-
-@once
-def made(*changed) -> tuple[Decoder, torch.Tensor]:
-    """Return a decoder of seed 0, and the random state after it was drawn."""
     torch.manual_seed(0)
     size = dict(
         vocab_size=50,
@@ -202,10 +188,10 @@ def made(*changed) -> tuple[Decoder, torch.Tensor]:
         d_model=48,
         d_ff=64,
     )
-    model = Decoder(Config(**size | dict(changed)))
+    model = Decoder(Config(**size | changed))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    return model.eval(), torch.get_rng_state()
+    return model.eval()
 
 
 def checkpoint_of_two_layers(folder):
@@ -219,6 +205,47 @@ def checkpoint_of_two_layers(folder):
 # ---- our tokenizer, and the tasks encoded with it ---
 
 ENCODING = tokenizer.load(TINY / "tokenizer.tiktoken")
+
+
+def caches_of(model, variant, **options):
+    """Return fresh caches of a method's name, with what it would have learned of the model."""
+    c = model.config
+    width = (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 1
+    g = torch.Generator().manual_seed(0)
+    gates = torch.randn(c.n_layers, width, c.n_kv_heads, generator=g)
+    ends = tokenizer.boundaries(ENCODING, c.vocab_size)
+    options = variant.given(gates=gates, ends=ends, **options)
+    return make_cache(model, variant.kind, variant.store, **options)
+
+
+def kept(caches):
+    """Return the kept positions {(row, layer, head): [...]}."""
+    found = {}
+    for i, layer in enumerate(caches):
+        for b, row in enumerate(layer.pos.tolist()):
+            for h, pos in enumerate(row):
+                found[b, i, h] = sorted(x for x in pos if x != NEVER)
+    return found
+
+
+def highest(score, budget, sinks, newest):
+    """Return the positions that stay: the highest scores of a row over all layers and heads.
+
+    score: {(row, layer, head): {position: score}}. Positions below `sinks` and from `newest` on
+    come first.
+    """
+    stays = {key: [] for key in score}
+    for b in range(B):
+        own = [key for key in score if key[0] == b]
+        every = []
+        for key in own:
+            for i, x in score[key].items():
+                protected = i < sinks or i >= newest
+                every.append((math.inf if protected else x, key, i))
+        every.sort(reverse=True)
+        for _, key, i in every[: budget * len(own)]:
+            stays[key].append(i)
+    return {key: sorted(pos) for key, pos in stays.items()}
 
 
 def decode(tokens) -> str:

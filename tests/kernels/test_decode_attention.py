@@ -5,7 +5,6 @@ ones too.
 """
 
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,21 +19,14 @@ from kernels.launch import split
 F32 = torch.float32
 
 
-class Case(NamedTuple):
-    shape: tuple[int, ...]  # B, H, G, D
-    counts: list[int]  # slots of the B·H heads
-    more: list[int] | None = None  # of a second segment
-    biased: bool = False
-    block: int = 16
-
-
+# B, H, G, D; slots of the B·H heads; of a second segment; whether there is a bias
 CASES = [
-    Case((1, 1, 1, 16), [1]),
-    Case((1, 1, 4, 128), [130], biased=True),  # 9 tiles in several parts
-    Case((2, 2, 2, 64), [0, 1, 33, 32], block=32),
+    ((1, 1, 1, 16), [1], [], False),
+    ((1, 1, 4, 128), [130], [], True),  # 9 tiles in several parts
+    ((2, 2, 2, 64), [0, 1, 33, 32], [], False),
     # a head dim and a group that are no powers of 2
-    Case((3, 1, 3, 40), [5, 0, 33], [2, 2, 2], biased=True),
-    Case((1, 2, 4, 80), [17, 0], [1, 0]),  # a head with nothing at all
+    ((3, 1, 3, 40), [5, 0, 33], [2, 2, 2], True),
+    ((1, 2, 4, 80), [17, 0], [1, 0], False),  # a head with nothing at all
 ]
 
 
@@ -50,30 +42,29 @@ def same(x, expected, rtol=1e-4, atol=1e-5):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_kernel_and_twin_are_the_loop(poisoned, case, dtype):
-    shape, counts, more, biased, block = CASES[case]
+    shape, counts, more, biased = CASES[case]
     D = shape[-1]
     segments = [segment(counts, D, dtype, case, biased)]
     if more:
         segments.append(segment(more, D, dtype, 50 + case))
     q = queries(*shape, seed=99 + case).to(dtype)
-    expected, expected_sums = attended(q, segments)
+    expected, weights = attended(q, segments)
 
     twin = plain(q, segments, sums=True)
-    kernel = decode_attention(q, segments, sums=True, block=block)
+    kernel = decode_attention(q, segments, sums=True, block=16)
     tolerance = TOLERANCE[dtype]
     for y, sums in (twin, kernel):
         assert y.dtype == dtype
         assert same(y, expected, **tolerance)
-        assert len(sums) == len(segments)
-        for weight, expected_weight in zip(sums, expected_sums):
-            assert weight.dtype == F32
-            atol = max(1e-5, tolerance["atol"])
-            assert same(weight, expected_weight, atol=atol)
+        for x, weight in zip(sums, weights, strict=True):
+            assert x.dtype == F32
+            assert same(x, weight, atol=max(1e-5, tolerance["atol"]))
 
-    without_sums, none = decode_attention(q, segments, block=block)
+    without_sums, none = decode_attention(q, segments, block=16)
     assert torch.equal(without_sums, kernel[0])
     assert none == []
-    assert plain(q, segments)[1] == []
+    _, none = plain(q, segments)
+    assert none == []
 
 
 def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program():
@@ -83,12 +74,9 @@ def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program():
         (0, 1, 1),
         (16, 1, 1),
         (17, 1, 2),
-        (1000, 1, 8),
         (1000, 4, 2),
-        (1000, 100, 1),
         (4096, 100, 1),
         (4097, 100, 2),
-        (100_000, 100, 25),
     ):
         share, programs = split(n, 16, heads, cpu)
         assert programs == parts
@@ -115,7 +103,9 @@ def test_slots_with_a_bias_of_minus_infinity_are_hidden(poisoned):
     s = segment([40, 20, 5], 16, F32, 6, bias=True)
     q = queries(1, 3, 2, 16, seed=8)
     one, two, three = s.start.tolist()
-    hidden = [*range(one, one + 17), *range(two, two + 20), three + 4]
+    hidden = [three + 4]
+    hidden += range(one, one + 17)
+    hidden += range(two, two + 20)
     s.bias[hidden] = -math.inf
 
     start = torch.tensor([one + 17, two, three])
@@ -140,11 +130,13 @@ def test_the_twin_reads_queries_in_any_memory_order():
     s = segment([3, 4, 1, 2], 16, F32, 0)
     q = queries(2, 2, 2, 16, seed=1)
     turned = q.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(plain(turned, [s])[0], plain(q, [s])[0])
+    y, _ = plain(turned, [s])
+    expected, _ = plain(q, [s])
+    assert torch.equal(y, expected)
 
 
 def test_storage_that_does_not_fit_the_queries_is_refused():
-    q = torch.zeros(1, 2, 1, 16, device=DEVICE)
+    q = queries(1, 2, 1, 16, seed=0)
     s = segment([3, 4], 16, F32, 0)
     turned = s.k.T.contiguous().T
     narrow = s.v[:, :8].contiguous()

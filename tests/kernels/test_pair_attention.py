@@ -24,8 +24,7 @@ def by_formula(q, *four, scale=None):
     """
     if scale is None:
         scale = q.shape[3] ** -0.5
-    four = [x.double() for x in four]
-    return formula(scale * q.double(), *four)
+    return formula(*(x.double() for x in (scale * q.double(), *four)))
 
 
 def same(y, expected, rtol, atol):
@@ -63,14 +62,15 @@ def test_kernel_and_twin_are_the_formula(poisoned, case, dtype):
     sizes, (rows, columns), scale = CASES[case]
     x = inputs(*sizes, dtype, case)
     # the same numbers, stored row by row for all heads
-    stored = [y.transpose(1, 2).contiguous() for y in x]
-    turned = [y.transpose(1, 2) for y in stored]
+    turned = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
     by_default = by_formula(*x)
-    scaled = by_formula(*x, scale=scale)
     for y, expected in (
         (plain(*x), by_default),
         (tensor_attention(*turned), by_default),
-        (tensor_attention(*x, scale, rows, columns), scaled),
+        (
+            tensor_attention(*x, scale, rows, columns),
+            by_formula(*x, scale=scale),
+        ),
     ):
         assert y.dtype == dtype
         assert y.shape == expected.shape
@@ -91,8 +91,7 @@ def test_large_scores_and_any_tiles(poisoned):
     assert (score.amax(-1).T - of_heads).min() < -150
 
     expected = by_formula(*x)
-    tiles = (16, 16), (16, 64), (64, 16)
-    for rows, columns in tiles:
+    for rows, columns in (16, 16), (16, 64), (64, 16):
         y = tensor_attention(*x, rows=rows, columns=columns)
         assert same(y, expected, 2e-4, 1e-5), (rows, columns)
 

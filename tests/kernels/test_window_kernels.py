@@ -12,16 +12,6 @@ from methods import critical_kv
 from nanollm import window
 
 
-def rows_mean(q, k):
-    """Return the plain code's window scores in float64.
-
-    tests/helpers/windows.py compares them with a loop.
-    """
-    w = q.shape[3]
-    rows = window.window_rows(q.double(), k.double())
-    return rows[..., :-w].mean(3)
-
-
 @mark.parametrize("dtype", TOLERANCE)
 @mark.parametrize(
     "sizes, block, sharp",  # sizes: B, H, G, w, n, D
@@ -29,7 +19,6 @@ def rows_mean(q, k):
         ((1, 1, 1, 1, 2, 16), 16, 2),
         ((2, 2, 2, 5, 37, 40), 16, 2),
         ((1, 2, 3, 7, 7, 16), 16, 2),
-        ((1, 1, 1, 20, 130, 16), 16, 2),
         # scores that overflow
         ((1, 1, 2, 4, 100, 16), 16, 100),
         # heads of a group in two tiles, and a tile for each
@@ -46,7 +35,9 @@ def test_scores_of_kernels_and_twin_are_the_plain_codes(
     g = torch.Generator().manual_seed(n)
     q = sharp * torch.randn(B, H, G, w, D, generator=g).to(DEVICE, dtype)
     k = torch.randn(B, n, H, D, generator=g).to(DEVICE, dtype).transpose(1, 2)
-    expected = rows_mean(q, k)
+    # tests/helpers/windows.py compares the plain code with a loop
+    rows = window.window_rows(q.double(), k.double())
+    expected = rows[..., : n - w].mean(3)
     twin = scoring.plain(q, k)
     kernels = scoring.window_scores(amid_nan(q), amid_nan(k), block)
     for score in twin, kernels, window.window_scores(q, k):

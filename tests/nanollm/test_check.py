@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import TOKENS, decoder
+from common import TOKENS, caches_of, decoder
 from lab.methods_by_name import pick
 from methods.baselines.snap_kv import SnapKV
 from methods.critical_kv import Critical
@@ -21,17 +21,10 @@ def model():
     return decoder(n_layers=2, max_len=128)
 
 
-def options_of(name):
-    """Return options that the method takes. NumPy's whole numbers are some."""
-    gates = torch.zeros(2, (6 + 2 + 2) * 8 + 1, 2)
-    ends = torch.arange(50) % 7 == 0
-    small = dict(budget=np.int64(24), window_size=4)
-    return VARIANTS[name].given(**small, gates=gates, ends=ends)
-
-
 def new_caches(model, name, **changed):
-    variant = VARIANTS[name]
-    return make_cache(model, variant.kind, variant.store, **options_of(name) | changed)
+    """Return caches with options that the method takes. NumPy's whole numbers are some."""
+    small = dict(budget=np.int64(24), window_size=4)
+    return caches_of(model, VARIANTS[name], **small | changed)
 
 
 @torch.no_grad()

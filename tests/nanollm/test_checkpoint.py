@@ -1,5 +1,6 @@
 """Checkpoints in and out: we read what transformers saves, and it opens what we write."""
 
+from functools import cache as once
 import json
 import shutil
 from threading import Thread
@@ -24,16 +25,15 @@ from oracle import CASES, LLAMA3, TOKENS, oracle, same, tiny
 
 @fixture(scope="module")
 def saved(tmp_path_factory):
-    """folder(case): a checkpoint that transformers saved. Not to be changed."""
-    folders = {}
+    """saved(case): a checkpoint that transformers saved. Not to be changed."""
 
-    def folder(case):
-        if case not in folders:
-            folders[case] = tmp_path_factory.mktemp("saved")
-            oracle(case).save_pretrained(folders[case])
-        return folders[case]
+    @once
+    def save(case):
+        folder = tmp_path_factory.mktemp("saved")
+        oracle(case).save_pretrained(folder)
+        return folder
 
-    return folder
+    return save
 
 
 DROP = object()  # as a new value: no such entry
@@ -144,12 +144,11 @@ def test_what_llamas_form_or_the_dtype_cannot_hold_is_not_written(tmp_path):
 # ---- the forms a checkpoint comes in ---
 
 
-@mark.parametrize("case", ["gpt2 untied", "llama3.1"])
-def test_shards(saved, tmp_path, case):
-    oracle(case).save_pretrained(tmp_path, max_shard_size="20KB")
+def test_shards(saved, tmp_path):
+    oracle("gpt2 untied").save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     (tmp_path / "other.safetensors").write_text("which the index does not list")
-    equal(from_hf(tmp_path), from_hf(saved(case)))
+    equal(from_hf(tmp_path), from_hf(saved("gpt2 untied")))
     min(tmp_path.glob("model-*.safetensors")).unlink()
     refused(tmp_path, "Missing key(s)")
 
@@ -184,10 +183,13 @@ THETA_APART = dict(rope_parameters=DROP, rope_theta=LLAMA3["rope_theta"])
 OLD_SCALING = dict(rope_scaling=SCALING | dict(rope_type="llama3"))
 OLDER_SCALING = dict(rope_scaling=SCALING | dict(type="llama3"))
 # what Llama 2's first config.json did not have
-LATER = ["head_dim", "num_key_value_heads", "attention_bias", "mlp_bias"]
-LATER += ["rope_parameters", "tie_word_embeddings", "hidden_act"]
-DEFAULTS = ["n_inner", "tie_word_embeddings"]
-DEFAULTS += ["scale_attn_weights", "add_cross_attention"]
+LATER = (
+    "head_dim num_key_value_heads attention_bias mlp_bias "
+    "rope_parameters tie_word_embeddings hidden_act"
+).split()
+DEFAULTS = (
+    "n_inner tie_word_embeddings scale_attn_weights add_cross_attention"
+).split()
 
 
 @mark.parametrize(
@@ -225,7 +227,6 @@ LINEAR = {"type": "linear", "factor": 2.0}
         ("qwen2", dict(use_sliding_window=True), "use_sliding_window True"),
         ("gpt2", dict(activation_function="gelu"), "activation_function 'gelu' is not"),
         ("gpt2", dict(n_head=5), "d_model 32 is not a multiple of n_heads 5"),
-        ("qwen2", dict(rope_scaling=[8.0]), "list"),
     ],
 )
 def test_a_config_that_decoder_would_compute_otherwise_is_refused(
@@ -244,9 +245,12 @@ WITH_NAN = {NAME: torch.tensor([1.0] * 15 + [torch.nan])}
 @mark.parametrize(
     "case, tensors, words",
     [
-        ("qwen2", {"model.norm.weight": DROP}, 'Missing key(s) in state_dict: "norm'),
         ("qwen2", {NAME: DROP}, "blocks.1.attention.k.bias"),
-        ("qwen2", {"model.embed_tokens.weight": DROP}, "embed.weight"),
+        (
+            "qwen2",
+            {"model.embed_tokens.weight": DROP},
+            'Missing key(s) in state_dict: "embed',
+        ),
         ("gpt2 3 heads", WIDE, "size mismatch for blocks.1"),
         ("llama3.1", BIAS, "Unexpected key(s) in state_dict"),
         ("qwen2", WITH_NAN, "attention.qkv.bias holds inf or nan"),
@@ -269,7 +273,7 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
         refused(tmp_path, "is damaged")
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, "config.json")
-    for device in "meta", "hpu", "x":
+    for device in "meta", "x":
         words = f"device {device!r} is not available", "use cpu"
         refused(whole_folder, *words, device=device)
 
@@ -298,3 +302,5 @@ def test_tokenizer(tmp_path):
     for content in "{", '{"version": "1.0", "model": {"type": "BPE"}}':
         (tmp_path / "tokenizer.json").write_text(content)
         refused(tmp_path, "transformers cannot read", read=hf_tokenizer)
+    (tmp_path / "tokenizer.json").unlink()
+    refused(tmp_path, "transformers cannot read", read=hf_tokenizer)

@@ -1,5 +1,6 @@
 """Checkpoints of families and tokenizers that are not ours, from the command line."""
 
+from functools import cache as once
 import json
 from pathlib import Path
 import shutil
@@ -18,14 +19,19 @@ FEW = ["--documents", "2", "--lengths", "384", "--keep", "25", "--methods", *MET
 
 
 @fixture(scope="module")
-def folder(tmp_path_factory):
-    return foreign_checkpoint(tmp_path_factory.mktemp("bytes"), "bytes")
+def folders(tmp_path_factory):
+    """folders(kind): a checkpoint with such a tokenizer. Not to be changed."""
+    return once(lambda kind: foreign_checkpoint(tmp_path_factory.mktemp(kind), kind))
 
 
 @fixture(scope="module", params=["bytes", "unigram"])
-def tasks(request, tmp_path_factory):
-    folder = foreign_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
-    return Tasks(hf_tokenizer(folder), "test")
+def tasks(request, folders):
+    return Tasks(hf_tokenizer(folders(request.param)), "test")
+
+
+@fixture
+def folder(folders):
+    return folders("bytes")
 
 
 @mark.parametrize("task", ["needle", "pairs", "few_shot", "copy"])
@@ -84,15 +90,6 @@ def test_the_chat_template_tells_what_stands_around_a_user_s_words(folder):
     assert (before, after) == ("<s><u>", "</u><a>")  # BOS once: the template's
 
 
-def test_pieces_are_encoded_as_the_middle_of_a_text(tasks):
-    encoding = tasks.encoding
-    pieces = ["\nThe code of", " star", " is", " 6098", ".", "\nQ:", " The code of"]
-    text = "".join(pieces)
-    each = sum(map(encoding.encode_ordinary, pieces), [])
-    for ids in *encoding.raw([text]), each:
-        assert encoding.decode(ids).split() == text.split()
-
-
 def test_compare_and_generate_run_a_foreign_checkpoint(
     folder, tmp_path, monkeypatch, capsys
 ):
@@ -128,41 +125,15 @@ def test_both_engines_make_the_same_rows_of_a_decoder_whose_texts_begin_with_bos
                 assert theirs[key] == x, key
 
 
-def short_windows(folder):
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
+def test_what_is_wrong_is_one_line(folder, tmp_path, capsys):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
     config |= dict(use_sliding_window=True, sliding_window=64)
     config["layer_types"] = 2 * ["sliding_attention"]
-    file.write_text(json.dumps(config))
-
-
-def cut_weights(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:3000])
-
-
-def no_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-
-
-@mark.parametrize(
-    "spoil, options, message",
-    [
-        (short_windows, "", "layer 0 attends to the last 64 tokens alone"),
-        (cut_weights, "", "transformers cannot read"),
-        (no_tokenizer, "", "transformers cannot read"),
-        (Path, "--engine ours", "model_type 'qwen3'"),
-    ],
-)
-def test_what_is_wrong_is_one_line(
-    folder, tmp_path, monkeypatch, capsys, spoil, options, message
-):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(folder, "copy")
-    spoil(Path("copy"))
+    (copy / "config.json").write_text(json.dumps(config))
     with raises(SystemExit) as stop:
-        main(["--model", "copy", *FEW, *options.split()])
+        main(["--model", str(copy), *FEW])
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     (error,) = [line for line in lines if line.startswith("error: ")]
-    assert message in error
+    assert "layer 0 attends to the last 64 tokens alone" in error

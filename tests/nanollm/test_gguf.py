@@ -11,11 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import transformers as hf
 
 from lab import corpus, loading
-from methods.baselines.snap_kv import SnapKV
 from nanollm import gguf
 from nanollm.bridge import Bridged
-from nanollm.cache import compress, make_cache
-from nanollm.generate import generate, prefill
+from nanollm.generate import generate
 
 SIZE = dict(
     hidden_size=32,
@@ -29,22 +27,9 @@ SIZE = dict(
 stand_in = {b: c for c, b in gguf.stand_ins().items()}
 PIECES = [stand_in[b] for b in range(256) if b != 7]
 PIECES += ["Ġt", "he", "Ġthe", "<|im_end|>"]
-MODELS = {
-    "llama": hf.LlamaConfig,
-    "qwen2": hf.Qwen2Config,
-}
+MODELS = {"llama": hf.LlamaConfig, "qwen2": hf.Qwen2Config}
 EIGHT_BITS = files.GGMLQuantizationType.Q8_0
-# transformers' name → GGUF's
-TENSORS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
-    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
-}
+NAMES = files.get_tensor_name_map(files.MODEL_ARCH.LLAMA, n_blocks=2)  # Qwen2's, too
 
 
 @fixture
@@ -68,7 +53,6 @@ def close(out):
 
 def written(file, kind, about=(), quantised=False, **config):
     """Write a small random model of transformers as a GGUF file; return the model."""
-    about = dict(about)
     torch.manual_seed(0)
     shape = MODELS[kind](vocab_size=len(PIECES), **SIZE | config)
     model = hf.AutoModelForCausalLM.from_config(shape).eval()
@@ -76,48 +60,34 @@ def written(file, kind, about=(), quantised=False, **config):
         torch.nn.init.normal_(x, std=0.3)
     out = files.GGUFWriter(file, kind)
     given = {
-        "context_length": 96,
-        "embedding_length": 32,
-        "block_count": 2,
-        "feed_forward_length": 64,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "rope.freq_base": 5000.0,
-        "attention.layer_norm_rms_epsilon": model.config.rms_norm_eps,
+        f"{kind}.context_length": 96,
+        f"{kind}.embedding_length": 32,
+        f"{kind}.block_count": 2,
+        f"{kind}.feed_forward_length": 64,
+        f"{kind}.attention.head_count": 4,
+        f"{kind}.attention.head_count_kv": 2,
+        f"{kind}.rope.freq_base": 5000.0,
+        f"{kind}.attention.layer_norm_rms_epsilon": model.config.rms_norm_eps,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": PIECES,
+        "tokenizer.ggml.token_type": [1] * (len(PIECES) - 1) + [3],
+        "tokenizer.ggml.eos_token_id": len(PIECES) - 1,
+        "tokenizer.chat_template": (
+            "{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}A:"
+        ),
     }
-    add = {
-        str: out.add_string,
-        float: out.add_float32,
-        bool: out.add_bool,
-        int: out.add_uint32,
-    }
-    given = {f"{kind}.{name}": x for name, x in given.items()}
-    for name, x in (given | about).items():
-        add[type(x)](name, x)
-    if "tokenizer.ggml.model" not in about:
-        out.add_tokenizer_model("gpt2")
-    if "tokenizer.ggml.pre" not in about:
-        out.add_tokenizer_pre("smollm")
-    out.add_token_list(PIECES)
-    out.add_token_types([1] * (len(PIECES) - 1) + [3])
-    out.add_eos_token_id(len(PIECES) - 1)
-    out.add_chat_template(
-        "{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}A:"
-    )
+    for name, x in (given | dict(about)).items():
+        out.add_key_value(name, x, files.GGUFValueType.get_type(x))
     for name, x in model.state_dict().items():
-        module, _, part = name.rpartition(".")
-        block = ""
-        if module.startswith("model.layers."):
-            _, _, i, module = module.split(".", 3)
-            block = f"blk.{i}."
-        if module == "lm_head" and model.config.tie_word_embeddings:
+        if "lm_head" in name and model.config.tie_word_embeddings:
             continue
         x = x.numpy()
-        if kind == "llama" and "q_proj" in module:
+        if kind == "llama" and "q_proj" in name:
             x = neighbours(x, heads=4)
-        if kind == "llama" and "k_proj" in module:
+        if kind == "llama" and "k_proj" in name:
             x = neighbours(x, heads=2)
-        name = f"{block}{TENSORS[module]}.{part}"
+        name = NAMES.get_name(name, (".weight", ".bias"))
         if quantised and x.ndim == 2:
             x = files.quantize(x, EIGHT_BITS)
             out.add_tensor(name, x, raw_dtype=EIGHT_BITS)
@@ -136,10 +106,14 @@ def test_logits_are_transformers(kind, quantised, file):
     g = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, len(PIECES), (2, 40), generator=g)
     found, expected = model(tokens), theirs(tokens).logits
-    off = 0.2 if quantised else 1e-4  # 8 bits a weight
-    assert (found - expected).abs().max() < off * expected.abs().max()
-    if quantised:
+    if quantised:  # 8 bits a weight
         assert F.cosine_similarity(found, expected, -1).min() > 0.99
+    else:
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    if kind == "llama":
+        bridged, _ = loading.load(file, engine="transformers")
+        assert type(bridged) is Bridged
+        torch.testing.assert_close(bridged(tokens), found, rtol=0, atol=1e-3)
 
 
 def test_texts_and_chats_are_encoded(file):
@@ -154,8 +128,8 @@ def test_texts_and_chats_are_encoded(file):
     assert encoding.encode_ordinary("x the") == expected
     before, after = encoding.turn()
     assert before == []
-    assert encoding.decode(after) == "<|im_end|>\nA:"
     assert after[0] == PIECES.index("<|im_end|>")
+    assert encoding.decode(after[1:]) == "\nA:"
     written(file, "llama", bos)
     assert gguf.read(file)[1].bos is None
 
@@ -244,27 +218,8 @@ def test_smollm2_s_tokenizer_is_that_of_the_tokenizers_library(smollm2):
 def test_a_chat_with_smollm2_begins_and_ends_as_its_template_says(smollm2):
     encoding = smollm2[1]
     before, after = encoding.turn()
-    start, end = (encoding.raw([f"<|im_{x}|>"])[0][0] for x in ("start", "end"))
+    text = encoding.decode(before)
     assert encoding.bos is None
-    assert before[0] == start and before.count(start) == 2
-    assert after[0] == end
-    assert encoding.decode(before).endswith("\n<|im_start|>user\n")
+    assert text.startswith("<|im_start|>system\n")
+    assert text.endswith("<|im_end|>\n<|im_start|>user\n")
     assert encoding.decode(after) == "<|im_end|>\n<|im_start|>assistant\n"
-
-
-@torch.no_grad()
-def test_the_bridge_keeps_and_answers_the_same_on_smollm2(smollm2):
-    model, encoding, _ = smollm2
-    theirs, _ = loading.load("smollm2", engine="transformers")
-    assert type(theirs) is Bridged
-    ids = encoding.encode_ordinary(corpus.text("test")[3])
-    tokens = torch.tensor([ids[:120]])
-    kept, logits = [], []
-    for each in model, theirs:
-        caches = make_cache(each, SnapKV, budget=40, window_size=8)
-        prefill(each, tokens, caches)
-        compress(each, tokens, caches)
-        kept.append(torch.stack([cache.pos for cache in caches]))
-        logits.append(each(tokens[:, :1], caches))
-    assert torch.eq(*kept).float().mean() > 0.99  # but for ties
-    assert torch.dist(*logits, torch.inf) < 0.1

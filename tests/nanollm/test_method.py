@@ -9,13 +9,6 @@ from nanollm.cache import Scored
 from stores import SLOT, fill, positions
 
 
-class Oldest(Scored):
-    """The whole of a method: a score."""
-
-    def score(self, layer):
-        return -layer.pos
-
-
 class Marked(Scored):
     """Each entry remembers how many queries came since it did, and its position + 0.5."""
 
@@ -34,16 +27,6 @@ class Listening(H2O):
         self.heard = p.shape[3]
 
 
-def test_a_method_is_a_score_and_a_budget():
-    layer = alone(Oldest(budget=5))
-    fill(layer, 12)
-    assert layer.length == 12  # all of the prompt, until it is compressed
-    end(layer)
-    fill(layer, 1)
-    assert positions(layer) == [[[*range(5)]] * 2] * 2
-    assert layer.seen == 13
-
-
 def test_numbers_of_an_entry_move_with_it():
     layer = alone(Marked(budget=6))
     fill(layer, 9)
@@ -54,7 +37,7 @@ def test_numbers_of_an_entry_move_with_it():
         assert torch.equal(layer.slot("age"), t + 1 - born)
         assert torch.equal(layer.slot("mark")[..., 1], layer.pos.double() + 0.5)
     assert layer.bytes()[0] == 4 * 6 * (SLOT + 4 + 16)
-    assert Oldest.entry == {}
+    assert Scored.entry == {}
 
 
 def test_who_overrides_observe_forgets_nothing():

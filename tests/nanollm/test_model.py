@@ -88,20 +88,13 @@ def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, mes
     [
         (dict(family="bert"), "family 'bert' is unknown"),
         (dict(d_model=30), "d_model 30 is not a multiple of n_heads 4"),
-        (dict(head_dim=7), "head_dim 7 is odd"),
-        (dict(d_model=28), "head_dim 7 is odd"),  # as computed
+        (dict(d_model=28), "head_dim 7 is odd"),
         (dict(n_kv_heads=3), "n_heads 4 is not a multiple of n_kv_heads 3"),
     ],
 )
 def test_a_bad_config_is_refused(changed, message):
     with raises(ValueError, match=message):
         tiny(**changed)
-
-
-def test_head_dim_follows_from_d_model_unless_set():
-    assert tiny().head_dim == 8
-    assert tiny(d_model=30, head_dim=6).head_dim == 6
-    assert tiny(family="gpt2", head_dim=7).head_dim == 7  # only RoPE needs pairs
 
 
 def test_gradients_reach_every_parameter():

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from common import SLOT, B, D, G, H, alone, decoder, dense, end, feed
+from common import SLOT, B, D, H, alone, decoder, dense, end, feed
 from exact import F64, random
+import loops
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.snap_kv import SnapKV
 from nanollm.cache import NEVER, begin_turn, make_cache
@@ -80,15 +81,13 @@ OLD, NEW = 90, 3  # tokens of the prompt, and after it
 
 
 def text():
-    g = torch.Generator().manual_seed(4)
-    shapes = [(B, heads, OLD + NEW, D) for heads in (H * G, H, H)]
-    return [torch.randn(shape, generator=g) * 3 for shape in shapes]
+    return [3 * x for x in loops.text(OLD + NEW)]
 
 
 def read(n, method=None, **options):
     """Return a store that has read n tokens, and rounded them."""
     store = partial(RoundedSlots, **options) if options else None
-    layer = alone(method, w_o=torch.zeros(4, H * G, D), store=store)
+    layer = alone(method, store=store)
     feed(layer, text(), n)
     end(layer)
     return layer

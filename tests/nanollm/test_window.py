@@ -1,7 +1,5 @@
 """What an observation window sees: its queries' weights, and the slots before it."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -14,15 +12,15 @@ from stores import SLOT, VECTORS, fill
 QUERIES = 2 * 6 * 4 * 8 * 4  # bytes of the last four queries of all heads
 
 
-def layer_of(T):
+def read_layer():
     layer = alone(SnapKV(budget=10, window_size=4))
-    return layer, *fill(layer, T)
+    return layer, *fill(layer, 20)
 
 
 @pytest.mark.parametrize("forgotten", [0, 1, 3])
 def test_the_windows_weights_are_those_of_its_queries_over_all_keys(forgotten):
     """Forgotten tokens are no slots any more, but the queries saw their keys."""
-    layer, q, k, v, y = layer_of(20)
+    layer, q, k, v, y = read_layer()
     if forgotten:
         layer.forget(20 - forgotten)
     window = Window(layer.method, layer, tokens=None)
@@ -36,7 +34,7 @@ def test_the_windows_weights_are_those_of_its_queries_over_all_keys(forgotten):
 
 
 def test_no_query_sees_an_empty_slot_and_none_wins_by_pooling():
-    layer, *_ = layer_of(20)
+    layer, *_ = read_layer()
     kept = torch.ones(2, 2, 20).bool()
     kept[0, 1, 5:12] = False
     layer.keep_chosen(kept)
@@ -51,7 +49,7 @@ def test_no_query_sees_an_empty_slot_and_none_wins_by_pooling():
 
 
 def test_the_windows_queries_count_as_memory_until_the_prompt_is_compressed():
-    layer, *_ = layer_of(20)
+    layer, *_ = read_layer()
     layer.state["coins"] = torch.zeros(5)  # for good
     # not a view of all of them
     assert layer.notes["window"].untyped_storage().nbytes() == QUERIES
@@ -64,13 +62,13 @@ def test_the_windows_queries_count_as_memory_until_the_prompt_is_compressed():
 
 
 @pytest.mark.parametrize(
-    "make, message",
+    "options, message",
     [
-        (partial(WindowMethod, 8, 8), "budget 8 must exceed the window 8"),
-        (partial(WindowMethod, 20, 0), "window_size 0"),
-        (partial(WindowMethod, 20, 8, 2), "kernel_size 2"),
+        ((8, 8), "budget 8 must exceed the window 8"),
+        ((20, 0), "window_size 0"),
+        ((20, 8, 2), "kernel_size 2"),
     ],
 )
-def test_bad_options_are_refused(make, message):
+def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        make()
+        WindowMethod(*options)

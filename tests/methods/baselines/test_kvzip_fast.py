@@ -1,11 +1,9 @@
 """Check Fast KVzip: the gates' inputs and training, and that the highest scores stay."""
 
-import math
-
 import pytest
 import torch
 
-from common import B, H, TOKENS, decoder, end, tasks
+from common import TOKENS, H, decoder, end, highest, kept, tasks
 from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip, fit, lessons
 from nanollm.cache import crop, make_cache
@@ -49,18 +47,11 @@ def test_sinks_the_newest_and_what_the_gates_rank_highest_stay(
     end(*caches)  # no reread
     x = projections(model, TOKENS)
     score = x @ GATES[:, None, :-1] + GATES[:, None, -1:]  # (L, B, T, H)
-    for b in range(B):
-        ranked = []
-        kept = set()
-        for i, layer in enumerate(caches):
-            for h in range(H):
-                for t in range(n):
-                    protected = not sinks <= t < n - recent
-                    own = math.inf if protected else score[i, b, t, h].item()
-                    ranked.append((own, (i, h, t)))
-                kept |= {(i, h, t) for t in layer.pos[b, h].tolist() if t < n}
-        best = sorted(ranked)[-budget * L * H :]
-        assert kept == {entry for _, entry in best}
+    expected = {}
+    for key in kept(caches):
+        b, i, h = key
+        expected[key] = dict(enumerate(score[i, b, :n, h].tolist()))
+    assert kept(caches) == highest(expected, budget, sinks, n - recent)
 
 
 @torch.no_grad()
