@@ -41,10 +41,8 @@ class Lists:
 
     def signed(self, i, J, x):
         sign = self.g(i, J)
-        signs = np.array([sign] * 2 * D)
-        if self.kind in (Sketch, MeanSketch):
-            signs[:D] = 1  # of keys
-        return x * signs
+        of_keys = 1 if self.kind in (Sketch, MeanSketch) else sign
+        return x * np.repeat((of_keys, sign), D)
 
     def insert(
         self,
@@ -122,14 +120,12 @@ class Head:
         self.score |= dict.fromkeys(part, 0.0)
         tokens = np.array([*self.seen])
         x = np.stack([*self.seen.values()])
-        y = np.zeros(q.shape)
-        for g, (n, t) in product(range(G), enumerate(part)):
-            weight = np.exp(x[:, :D] @ q[g, n] / math.sqrt(D)) * (tokens <= t)
-            weight /= weight.sum()
-            y[g, n] = weight @ x[:, D:]
-            for J, w in zip(tokens, weight):
-                self.score[J] += w
-        return y
+        visible = tokens <= np.array(part)[:, None]
+        weight = np.exp(q @ x[:, :D].T / math.sqrt(D)) * visible
+        weight /= weight.sum(-1, keepdims=True)
+        for J, w in zip(tokens, weight.sum((0, 1))):
+            self.score[J] += w
+        return weight @ x[:, D:]
 
     def rank(self, J):
         return self.score[J], J

@@ -9,8 +9,10 @@ Loops work on lists. A head's weights A and norms are [g][i], of query head g an
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import product
 import math
+from statistics import fmean
 from typing import NamedTuple
 
 import pytest
@@ -69,10 +71,7 @@ def by_head(scores, b, floor=0.2, **_):
     """AdaKV: a head gets a floor, and its entries among the layer's highest scores."""
     H = len(scores)
     floor = Fraction(str(floor))
-    ranked = []
-    for h in range(H):
-        for i, score in enumerate(scores[h]):
-            ranked.append((score, i, h))
+    ranked = [(x, i, h) for h in range(H) for i, x in enumerate(scores[h])]
     heads = [h for *_, h in sorted(ranked, reverse=True)[: H * b]]
     return fair([floor * b + (1 - floor) * heads.count(h) for h in range(H)])
 
@@ -146,14 +145,8 @@ def by_chunk(
     chunks = {}
     for i in range(out):
         chunks.setdefault(number[places[i]], []).append(i)
-    total = {
-        "sum": math.fsum,
-        "mean": lambda x: math.fsum(x) / len(x),
-        "max": max,
-    }[score]
-    ranked = []
-    for chunk in chunks.values():
-        ranked.append((total([scores[i] for i in chunk]), chunk))
+    total = {"sum": math.fsum, "mean": fmean, "max": max}[score]
+    ranked = [(total([scores[i] for i in own]), own) for own in chunks.values()]
     kept = []
     for _, chunk in sorted(ranked, reverse=True):
         if fill or len(kept) + len(chunk) <= b:
@@ -161,31 +154,34 @@ def by_chunk(
     return kept[:b]
 
 
-def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0, **_):
+def residual(
+    gone,
+    q,
+    k,
+    v,
+    rows,
+    entries,
+    rounds=0,
+    share=1.0,
+    **_,
+):
     """Return slots for the evicted tokens `gone`: q (G, w, D), k, v (T, D), rows (G, w, T)."""
-    G, w, T = rows.shape
+    _, w, T = rows.shape
+    Z = (q @ k.T / math.sqrt(D)).exp().tril(T - w).sum(-1)
     scores = rows.mean((0, 1))
 
     def mean_of(x, group):
         return (scores[group, None] * x[group]).sum(0) / scores[group].sum()
 
-    groups = [[] for _ in range(entries)]
-    for j, i in enumerate(gone):
-        groups[j * entries // len(gone)].append(i)
-    for _ in range(rounds):
-        centres = [mean_of(k, group) for group in groups]
-        groups = [[] for _ in range(entries)]
-        for i in gone:
-            distance = [(k[i] - centre).norm() for centre in centres]
-            groups[distance.index(min(distance))].append(i)
+    own = [j * entries // len(gone) for j in range(len(gone))]  # each one's group
+    for _ in range(rounds + 1):
+        groups = [[i for i, g in zip(gone, own) if g == j] for j in range(entries)]
+        centres = torch.stack([mean_of(k, group) for group in groups])
+        own = [int((k[i] - centres).norm(dim=1).argmin()) for i in gone]
 
     slots = {}
-    for group in groups:
-        key = mean_of(k, group)
-        reach = 0
-        for g, t in product(range(G), range(w)):
-            Z = (k[: T - w + t + 1] @ q[g, t] / math.sqrt(D)).exp().sum()
-            reach += (q[g, t] @ key / math.sqrt(D)).exp() / Z
+    for group, key in zip(groups, centres):
+        reach = ((q @ key / math.sqrt(D)).exp() / Z).sum()
         bias = (share * rows[..., group].sum() / reach).log()
         slots[max(group)] = Slot(key, mean_of(v, group), bias)
     return slots
@@ -207,7 +203,11 @@ class Case(NamedTuple):
 
 
 def chunk_case(
-    select, Method=ChunkKV, options=NONE, deal=same_for_all, choose=by_chunk
+    select,
+    Method=ChunkKV,
+    options=NONE,
+    deal=same_for_all,
+    choose=by_chunk,
 ):
     """Return a case of ChunkKV. Chunks that must fit whole are no longer than the room."""
 
@@ -235,34 +235,26 @@ GROUPED = Prompt((53,), 53, 2, 2, 8, 20)
 TIED = Prompt((37,), 36, 2, 4, 4, 17, 3, tied=True)
 # as in the measurements where the prompt has the question
 AGAIN = GROUPED._replace(cropped=1)
-TURNS = (
-    Prompt((30, 5, 9, 2, 1), 53, 2, 2, 4, 12, 3),
-    Prompt((3, 8, 12, 4, 4), 53, 2, 2, 4, 12, 3),
-)
-OTHER_TURNS = (
-    Prompt((8, 5, 5, 5), 53, 1, 4, 4, 12, 3),
-    Prompt((8, 5, 5, 5), 53, 3, 1, 4, 9, 3),
-    Prompt((8, 5, 5, 5), 53, 4, 2, 4, 6, 3),
-)
+TURNS = [
+    Prompt(turns, 53, 2, 2, 4, 12, 3) for turns in ((30, 5, 9, 2, 1), (3, 8, 12, 4, 4))
+]
+OTHER_TURNS = [
+    Prompt((8, 5, 5, 5), 53, H, G, 4, budget, 3)
+    for H, G, budget in ((1, 4, 12), (3, 1, 9), (4, 2, 6))
+]
 PROMPTS = (
     Prompt((53,), 1, 2, 2, 8, 20),
-    Prompt((53,), 5, 2, 2, 8, 20),
     Prompt((37,), 37, 3, 1, 4, 13, 1),
-    Prompt((37,), 34, 2, 4, 4, 9, 3),
     Prompt((37,), 9, 2, 4, 5, 6),
     Prompt((38,), 38, 4, 1, 7, 37),
     Prompt((9,), 2, 3, 2, 1, 4),
-    Prompt((53,), 53, 2, 2, 8, 20, 7, tied=True),
     Prompt((37,), 37, 4, 1, 4, 13, 1, tied=True),
     # everything fits
-    Prompt((13,), 13, 2, 2, 4, 14),
     Prompt((13,), 4, 2, 1, 8, 13),
     Prompt((5,), 3, 2, 2, 8, 9),
     Prompt((37,), 9, 2, 2, 4, 9, 3, cropped=3),
     Prompt((21,), 21, 2, 1, 1, 6, 1, cropped=1),
-    Prompt((37,), 37, 2, 2, 4, 12, 3, tied=True, cropped=1),
     Prompt((21,), 21, 2, 2, 4, 20, cropped=1),
-    Prompt((21,), 21, 2, 2, 4, 15, cropped=1),
 )
 
 
@@ -294,10 +286,10 @@ class GivenWindow(Window):
     """A window whose weights are given: rounding must not break ties."""
 
     def rows(self):
-        return self.given
+        return self.method.given
 
     def scores(self):
-        return self.given[..., : self.n].mean(3)
+        return self.rows()[..., : self.n].mean(3)
 
 
 class Walk:
@@ -342,13 +334,9 @@ class Walk:
             options["ends"] = self.ends
         method = self.case.Method(**options)
         if self.given is not None:
-            method.window = self.given_window
+            method.given = self.given
+            method.window = partial(GivenWindow, method)
         return method
-
-    def given_window(self, layer, tokens):
-        window = GivenWindow(self.method, layer, tokens)
-        window.given = self.given
-        return window
 
     def feed(self, n, chunk):
         """Read n more tokens; return their outputs (B, H, G, n, D)."""
@@ -401,16 +389,11 @@ class Walk:
         """Return the weights [g][t][i] of the last w queries: to slots and forgotten ones."""
         if self.given is not None:
             return self.given[b, h].tolist()
-        places = [*self.slots[b, h], *range(n, self.read)]
-        rows = []
-        for g in range(self.prompt.G):
-            rows.append([])
-            for t in range(self.read - w, self.read):
-                seen = [i for i in places if i <= t]
-                score = self.k[b, h, seen] @ self.q[b, h, g, t] / math.sqrt(D)
-                later = [0.0] * (len(places) - len(seen))
-                rows[g].append(score.softmax(0).tolist() + later)
-        return rows
+        places = torch.tensor([*self.slots[b, h], *range(n, self.read)])
+        queries = torch.arange(self.read - w, self.read)
+        score = self.q[b, h, :, queries] @ self.k[b, h, places].T / math.sqrt(D)
+        later = places > queries[:, None]
+        return score.masked_fill(later, -math.inf).softmax(-1).tolist()
 
     def keep(self, b, h, room, out, A, rows):
         """Keep `room` of a head's first `out` slots; `residual` may fill some of them."""
@@ -438,23 +421,20 @@ class Walk:
     def norms(self, b, h, places):
         """Return ‖v W_O‖₁, [g][i]."""
         G = self.prompt.G
-        values = self.v[b, h, places]
-        return [
-            (values @ self.w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)
-        ]
+        w_o = self.w_o[:, h * G : h * G + G].permute(1, 2, 0)
+        return (self.v[b, h, places] @ w_o).abs().sum(-1).tolist()
 
     def check(self):
         """Compare the store's slots and bytes with those by loops."""
         layer = self.layer
         biased = "bias" in layer.slots
+        bias = layer.slot("bias") if biased else torch.zeros(layer.pos.shape)
+        found = layer.k, layer.v, bias
         for (b, h), slots in self.slots.items():
             there = layer.pos[b, h] != NEVER
             assert layer.pos[b, h, there].tolist() == [*slots]
-            found = [layer.k, layer.v]
-            found.append(layer.slot("bias") if biased else torch.zeros(there.shape))
             for x, expected in zip(found, zip(*slots.values())):
-                mine = x[b, h] if x.dim() > 1 else x
-                assert torch.allclose(mine[there], torch.stack(expected), atol=1e-5)
+                assert torch.allclose(x[b, h, there], torch.stack(expected), atol=1e-5)
 
         counts = [len(slots) for slots in self.slots.values()]
         self.uneven |= len({*counts}) > 1

