@@ -5,6 +5,7 @@ import csv
 from importlib import import_module
 import json
 import re
+import shutil
 
 from pytest import approx, fixture, mark, raises
 
@@ -18,19 +19,9 @@ from planted import (
     direct,
     packed_faster,
     planted,
-    replaced,
     with_mistake,
     without_solution,
 )
-
-
-def graded(folder, out, options):
-    """Grade a submission and return the tests in results.json, by problem."""
-    command.main(f"grade {folder} --json {out}/results.json {options}".split())
-    by_problem = defaultdict(list)
-    for test in json.loads((out / "results.json").read_text())["tests"]:
-        by_problem[test["extra_data"]["problem"]].append(test)
-    return by_problem
 
 
 @fixture(scope="module")
@@ -40,27 +31,9 @@ def handed_out(tmp_path_factory):
     return folder
 
 
-def test_an_untouched_copy_has_no_points(handed_out, tmp_path):
-    """Of one assignment. In another test below every test refuses an empty function."""
-    own = {name: PROBLEMS[name] for name in PROBLEMS if name.startswith("cache.")}
-    points = tmp_path / "points.csv"
-    tests = graded(handed_out, tmp_path, f"--csv {points} --only cache")
-    assert tests.keys() == own.keys()
-    for name, problem in own.items():
-        source = (handed_out / problem.file).read_text()
-        function = source.split("\n")[place(source, problem.function)]
-        (line,) = [i for i, text in enumerate(function, 1) if "raise NotImpl" in text]
-        for test in tests[name]:
-            assert test["status"] == "failed" and test["score"] == 0, test["name"]
-            assert f"NotImplementedError (line {line} of " in test["output"], test
-    header, row = csv.reader(points.open())
-    assert header == ["submission", *own, "total"]
-    assert row == ["copy", *["0.00"] * (len(own) + 1)]
-
-
 FAULTY = {
     # what the grader says of a function, and the function
-    "grid": ("more than 2 s", "while True: pass"),
+    "grid": ("more than 2 s", "import time; time.sleep(999)"),
     "chunk_scores": ("the process ended", "import os; os._exit(0)"),
     "ranking": ("in place", "order = score.argsort(-1); score.zero_(); return order"),
     "cut_to": (
@@ -73,26 +46,59 @@ FAULTY = {
 }
 
 
-def test_a_fault_costs_its_own_problem_only(tmp_path):
-    """Functions that never end, end the process or return oddities, beside those of `tokens`."""
-    for name, problem in PROBLEMS.items():
-        if name.startswith(("chunks", "tokens")):
-            (tmp_path / problem.file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / problem.file).write_text((ROOT / problem.file).read_text())
-    file = tmp_path / "methods/chunk_kv.py"
+@fixture(scope="module")
+def graded(handed_out):
+    """Return the tests of each problem, and the points, of one submission.
+
+    Its functions are as handed out (`cache`), faulty (`chunks`) or right (`tokens`).
+    """
+    for name in "chunks", "tokens":
+        for problem in ASSIGNMENTS[name].problems:
+            file = handed_out / problem.file
+            if not file.exists():
+                file.parent.mkdir(exist_ok=True)
+                shutil.copy(ROOT / problem.file, file)
+    file = handed_out / "methods/chunk_kv.py"
     for name, (_, text) in FAULTY.items():
         empty = emptied(file.read_text(), [PROBLEMS[f"chunks.{name}"].function])
         file.write_text(empty.replace("raise NotImplementedError", text))
-    tests = graded(tmp_path, tmp_path, "--only chunks tokens --seconds 2")
+    results = handed_out.parent / "results.json"
+    points = handed_out.parent / "points.csv"
+    options = f"--only cache chunks tokens --json {results} --csv {points}"
+    command.main(f"grade {handed_out} --seconds 2 {options}".split())
+    by_problem = defaultdict(list)
+    for test in json.loads(results.read_text())["tests"]:
+        by_problem[test["extra_data"]["problem"]].append(test)
+    return by_problem, [*csv.reader(points.open())]
+
+
+def test_a_function_as_handed_out_has_no_points(graded, handed_out):
+    """Of one assignment. In another test below every test refuses an empty function."""
+    tests, (header, row) = graded
+    assert header == ["submission", *tests, "total"]
+    assert row[0] == "copy"
+    for problem in ASSIGNMENTS["cache"].problems:
+        source = (handed_out / problem.file).read_text()
+        function = source.split("\n")[place(source, problem.function)]
+        (line,) = [i for i, text in enumerate(function, 1) if "raise NotImpl" in text]
+        name = f"cache.{problem.name}"
+        for test in tests[name]:
+            assert test["status"] == "failed" and test["score"] == 0, test["name"]
+            assert f"NotImplementedError (line {line} of " in test["output"], test
+        assert row[header.index(name)] == "0.00"
+
+
+def test_a_fault_costs_its_own_problem_only(graded):
+    """Functions that never end, end the process or return oddities, beside those of `tokens`."""
+    tests, _ = graded
     for name, each in tests.items():
-        faulty, most = name.startswith("chunks"), PROBLEMS[name].points
-        assert sum(test["score"] for test in each) == approx(0 if faulty else most), (
-            each
-        )
+        right = name.startswith("tokens")
+        most = PROBLEMS[name].points
+        assert sum(test["score"] for test in each) == approx(right * most), each
         assert sum(test["max_score"] for test in each) == approx(most)
         assert {test["visibility"] for test in each} == {"visible", "after_published"}
         for test in each:
-            assert faulty or (test["status"], test["output"]) == ("passed", "")
+            assert not right or (test["status"], test["output"]) == ("passed", "")
     for name, (says, _) in FAULTY.items():
         for test in tests[f"chunks.{name}"]:
             assert says in test["output"]
@@ -132,25 +138,6 @@ def test_right_solutions_pass_and_wrong_ones_are_caught(name, monkeypatch):
         assert any(by_public) and len(by_public) >= 3, problem
         everywhere += by_public
     assert not all(everywhere)
-
-
-@mark.parametrize(
-    "old, changed",
-    [
-        ("f( a,b )", "y = NEW ** (-1)"),
-        ("f(a,\n  b)", "y = NEW ** (-1)"),
-        ("f(a, b)**-1", "y = NEW"),
-        ("y =", "NEW f(a, b) ** (-1)"),
-        ("f(a)", None),
-    ],
-)
-def test_a_mistake_is_found_whatever_the_layout(old, changed):
-    text = "y = f(a, b) ** (-1)"
-    if changed is None:
-        with raises(ValueError, match="is not in"):
-            replaced(text, old, "NEW")
-    else:
-        assert replaced(text, old, "NEW") == changed
 
 
 def test_points_by_hand(monkeypatch, capsys, tmp_path):

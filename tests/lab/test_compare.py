@@ -1,31 +1,23 @@
 """python -m nanollm: its rows, its table and figure, and that a mistake costs one line."""
 
 from dataclasses import dataclass
-from functools import partial
 import json
 import os
 from pathlib import Path
-import threading
 
 import pytest
 
 from commands import refused
-from common import checkpoint_of_two_layers, tasks
+from common import tasks
 from lab import comparison, loading, table
 from lab.hard_tasks import HARD
-from lab.methods_by_name import Variant, variant
+from lab.methods_by_name import Variant
 from lab.plot import TITLE, comparison as drawn_comparison
-from methods.baselines.snap_kv import SnapKV
 from nanollm.__main__ import main
 from nanollm.cache import Method
 
-SMALL = ["--lengths", "288", "--documents", "4"]
+SMALL = ["--lengths", "288", "--documents", "2"]
 FIGURE = f"({TITLE})".encode()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return checkpoint_of_two_layers(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +63,7 @@ def test_a_row_for_every_length_method_and_budget(checkpoint, capsys):
     assert found == [(T, *job) for T in (288, 300) for job in expected]
     for row in rows:
         assert table.KEYS | {"l1_alone"} <= row.keys()
-        assert len(row["each"]["needle_aware"]) == 4
+        assert len(row["each"]["needle_aware"]) == 2
     *_, least = rows[:5]
     assert least["slots"] == round(0.125 * least["prompt"])
 
@@ -103,51 +95,33 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
 
 
 def test_processes_measure_the_same_rows_in_the_same_order(checkpoint, monkeypatch):
-    options = f"{THREE} --lengths 288 300"
+    options = "--methods full random --keep 50 --lengths 288 300"
     rows = compare(checkpoint, options)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert compare(checkpoint, options) == rows
 
 
 def test_hard_tasks_have_a_column_each(checkpoint):
-    options = "--tasks hard --methods full --documents 2 --lengths 512"
+    options = "--tasks hard --methods full --lengths 512"
     (row,) = compare(checkpoint, options)
     assert table.tasks_of(row) == [*HARD]
     assert row["tasks"] == "hard"
 
 
 def test_options_change_the_rows_as_they_say(checkpoint):
-    methods = "--methods h2o ada_kv --keep 50 --documents 2"
-    before = compare(checkpoint, methods)
-    h2o, ada_kv = compare(checkpoint, f"{methods} --window 5")
-    assert h2o["each"] == before[0]["each"]
+    few, h2o, wide = compare(checkpoint, "--methods h2o@2 h2o ada_kv --keep 50")
+    assert few["live_16"] < h2o["live_16"]
+    assert few["each"]["kl"] != h2o["each"]["kl"]
+    again, ada_kv = compare(checkpoint, "--methods h2o ada_kv --keep 50 --window 5")
+    assert again["each"] == h2o["each"]
     assert ada_kv["window"] == 5
-    assert ada_kv["each"]["kl"] != before[1]["each"]["kl"]
-    (other,) = compare(checkpoint, "--methods h2o --keep 50 --documents 2 --seed 7")
+    assert ada_kv["each"]["kl"] != wide["each"]["kl"]
+    (other,) = compare(checkpoint, "--methods h2o --keep 50 --seed 7")
     assert other["seed"] == 7
     assert other["each"]["nll"] == h2o["each"]["nll"]  # texts do not depend on the seed
 
 
-def test_fewer_bits_take_fewer_bytes_and_change_more(checkpoint):
-    methods = "--methods h2o h2o@8 h2o@2 --keep 50 --documents 2"
-    exact, *rounded = compare(checkpoint, methods)
-    sizes = [row["live_16"] for row in (exact, *rounded)]
-    assert sizes == sorted(sizes, reverse=True)
-    away = [abs(row["kl"] - exact["kl"]) for row in rounded]
-    assert away == sorted(away)
-
-
-# ---- variants of one's own ----
-
-
-def test_a_variant_s_own_window_stays(checkpoint, monkeypatch):
-    own = dict(mine=variant(partial(SnapKV, window_size=24)))
-    options = "--keep 50 --documents 2 --methods"
-    with monkeypatch.context() as patch:
-        patch.setattr(comparison, "pick", lambda names: own)
-        (mine,) = compare(checkpoint, f"{options} mine")
-    (wide,) = compare(checkpoint, f"{options} snap_kv --window 24")
-    assert mine["each"] == wide["each"]
+# ---- methods of one's own ----
 
 
 @dataclass
@@ -185,7 +159,7 @@ def learned(monkeypatch):
 
 
 def test_a_method_is_asked_once_and_what_it_found_wins(checkpoint, learned):
-    options = "--methods learned --keep 50 12.5 --documents 2 --lengths 288 300"
+    options = "--methods learned --keep 50 12.5 --lengths 288 300"
     compare(checkpoint, f"{options} --window 6")
     assert Learned.asked == ["train"]
     assert {*Learned.made} == {2048}
@@ -201,7 +175,7 @@ def test_a_budget_that_is_too_small_is_told_before_any_row(checkpoint, learned, 
     words = arguments(checkpoint, "--methods learned --keep 50 2")
     refused(capsys, words, message)
     assert not Path("rows.json").exists()
-    main(arguments(checkpoint, "--all --keep 50 2 --documents 2"))  # the others go on
+    main(arguments(checkpoint, "--all --keep 50 2"))  # the others go on
     assert [row["keep_ratio"] for row in stored()] == [0.5]
     assert f"left out: {message}" in capsys.readouterr().err
 
@@ -271,7 +245,7 @@ def measured(monkeypatch):
     return rows
 
 
-THREE = "--methods full random h2o --keep 50 --documents 2"
+THREE = "--methods full random h2o --keep 50"
 
 
 def test_rows_are_written_as_they_come_and_a_later_run_goes_on(
@@ -295,11 +269,11 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(
     assert rows[:2] == before
     assert rows[2]["method"] == "h2o"
     # none is lost
-    one = "--methods h2o --keep 50 --documents 2"
+    one = "--methods h2o --keep 50"
     assert compare(checkpoint, f"{one} --resume") == rows
     assert len(measured) == 1
     # without --resume: anew
-    assert len(compare(checkpoint, "--methods full --documents 2")) == 1
+    assert len(compare(checkpoint, "--methods full")) == 1
     assert {path.name for path in Path().iterdir()} == {"rows.json", "compare.png"}
 
 
@@ -365,12 +339,12 @@ def test_a_text_may_come_from_a_pipe_and_rows_of_another_text_are_not_gone_on_wi
 ):
     text = "A text of a few words.\r\n" * 99
     Path("text.txt").write_text(text)
-    os.mkfifo("pipe")
-    writer = threading.Thread(target=lambda: Path("pipe").write_text(text))
-    writer.start()
-    (pipe,) = compare(checkpoint, "--methods full --documents 2 --text pipe")
-    writer.join()
-    command = "--methods full --documents 2 --text text.txt"
+    end, start = os.pipe()
+    os.write(start, text.encode())
+    os.close(start)
+    (pipe,) = compare(checkpoint, f"--methods full --text /dev/fd/{end}")
+    os.close(end)
+    command = "--methods full --text text.txt"
     rows = compare(checkpoint, command)
     assert rows[0]["each"] == pipe["each"]
     Path("text.txt").write_text("A text of other words.\n" * 99)

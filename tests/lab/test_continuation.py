@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from common import decoder
 from lab.continuation import continuation, head_outputs, perturbation, reference
 from lab.retrieval import maker, reading_within
 from methods.baselines.h2o import H2O
@@ -12,6 +11,7 @@ from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from nanollm.cache import Method, PackedSlots, compress, crop, make_cache
 from nanollm.model import Decoder
 
+# as conftest.py's decoder has them
 V = 2048
 L = 2
 B = 3
@@ -22,12 +22,6 @@ T = 80
 NEW = 12
 CUT = T - NEW - 1  # the prompt without its last token; read in two chunks
 TOKENS = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(scope="module")
-def model():
-    size = dict(vocab_size=V, max_len=512, n_layers=L, n_heads=H * G, n_kv_heads=H)
-    return decoder(**size, d_model=32, d_ff=48)
 
 
 @pytest.fixture(scope="module")

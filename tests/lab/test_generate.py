@@ -8,17 +8,12 @@ import pytest
 import torch
 
 from commands import refused
-from common import ENCODING, checkpoint_of_two_layers
+from common import ENCODING
 from lab.generate import MARK
 from nanollm import TINY
 from nanollm.__main__ import main
 from nanollm.checkpoint import from_hf
 from nanollm.generate import generate
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return checkpoint_of_two_layers(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(autouse=True)
@@ -100,20 +95,17 @@ def test_a_text_begins_with_bos_if_the_checkpoint_s_texts_do(capsys):
         ),
         ("--file text.txt x", "give the text or --file text.txt, not both"),
         ("--file text.txt", "No such file"),
-        ("--device cuda x", "'cuda' is not available"),
         ("--figure x.png x", "--figure draws the built-in page"),
         ("--figure x.txt", "must end in .png"),
         ("--tokens 800 x", "800 new ones exceed"),
     ],
 )
-def test_a_mistake_is_one_line(checkpoint, capsys, monkeypatch, options, message):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_mistake_is_one_line(checkpoint, capsys, options, message):
     words = ["generate", *options.split(), "--model", str(checkpoint)]
     assert not refused(capsys, words, message).startswith("x")  # nor is a text echoed
 
 
 def test_a_checkpoint_that_cannot_be_read_is_one_line(checkpoint, capsys):
-    refused(capsys, ["generate", "--model", "nowhere", "x"], "nowhere/config.json")
     shutil.copytree(checkpoint, "copy", ignore=shutil.ignore_patterns("tokenizer*"))
     refused(capsys, ["generate", "--model", "copy", "x"], "copy has no tokenizer")
     empty = ["generate", "--model", str(checkpoint), ""]

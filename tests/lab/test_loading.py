@@ -6,15 +6,16 @@ from functools import partial
 import pytest
 import torch
 
-from common import ENCODING, checkpoint_of_two_layers, decoder, tasks
+from common import ENCODING, decoder, tasks
 from lab import loading
 from lab.loading import calibrated, load
 from lab.methods_by_name import Variant, pick, variant
 from methods.baselines.kvzip_fast import FastKVzip
 from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from methods.ours.question_gates import QuestionGates
-from nanollm import SHIPPED, checkpoint
+from nanollm import SHIPPED
 from nanollm.cache import Method
+from nanollm.checkpoint import from_hf
 from nanollm.model import Decoder
 from nanollm.tokenizer import boundaries
 
@@ -67,7 +68,7 @@ def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(
 
 @pytest.mark.parametrize("folder", SHIPPED.values())
 def test_nothing_is_learned_anew_of_a_decoder_that_ships(folder, monkeypatch):
-    model = checkpoint.from_hf(folder)
+    model = from_hf(folder)
     for kind in FastKVzip, QuestionGates:
         monkeypatch.setattr(kind, "calibrate", None)  # not to be called
     for name in "question_gates", "question_gates@4":
@@ -86,11 +87,10 @@ def test_where_sentences_end_is_learned_without_the_training_text(monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["auto", "ours", "transformers"])
-def test_an_engine_runs_a_checkpoint(engine, tmp_path):
-    folder = checkpoint_of_two_layers(tmp_path)
-    model, encoding = load(folder, engine=engine)
+def test_an_engine_runs_a_checkpoint(engine, checkpoint):
+    model, encoding = load(checkpoint, engine=engine)
     assert isinstance(model, Decoder) == (engine != "transformers")
     tokens = torch.tensor([encoding.encode_ordinary("a text")])
     with torch.no_grad():
-        expected = checkpoint.from_hf(folder)(tokens)
+        expected = from_hf(checkpoint)(tokens)
         assert torch.allclose(model(tokens), expected, rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from common import decoder
-from lab.methods_by_name import Variant, known_names, pick, variant
+from lab.methods_by_name import Variant, known_names, named, pick, variant
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.h2o import H2O
 from methods.baselines.kvzip import KVzip
@@ -106,7 +106,6 @@ def test_the_class_that_learns_is_found(kind, calibrates):
     "name, base, chosen",
     [
         ("ada_kv+critical+residual", AdaKV, Residual(Critical())),
-        ("snap_kv+critical", SnapKV, Critical()),
         ("chunk_kv+residual", ChunkKV, Residual(Chunks())),
         ("ada_kv+chunk+residual", AdaKV, Residual(Chunks())),
     ],
@@ -122,6 +121,13 @@ def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, base, chosen):
     assert method.kernel_size == (1 if chunks else 7)
 
 
+def test_a_variant_of_a_window_method_takes_additions_too():
+    variants = dict(wide=variant(partial(SnapKV, window_size=24)))
+    additions = dict(critical=dict(select=Critical()))
+    found = named("wide+critical", variants, additions)
+    assert found == Variant(SnapKV, dict(window_size=24, select=Critical()))
+
+
 def test_what_an_option_of_the_variant_forbids_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="reuse is 2, but only Chunks can be reused"):
         made("chunk_kv_reuse+residual", budget=40)
@@ -133,7 +139,6 @@ def test_what_an_option_of_the_variant_forbids_is_refused_with_the_reason():
         ("nope", r"unknown method 'nope'; known are full, .*h2o.*\+critical"),
         ("snapkv", "unknown method 'snapkv'; did you mean 'snap_kv'"),
         ("kvzip_4", "unknown method 'kvzip_4'; did you mean 'kvzip@4'"),
-        ("adakv+critical", "unknown method 'adakv'; did you mean 'ada_kv'"),
         ("ada_kv+critcal", "addition 'critcal' in .*; did you mean 'critical'"),
         ("ada_kv+nope", "unknown addition 'nope' in 'ada_kv[+]nope'; known are chunk,"),
         ("h2o+critical", "h2o has no selection"),

@@ -1,6 +1,5 @@
 """What a method keeps of a page, and its answer."""
 
-from pathlib import Path
 import re
 
 import pytest
@@ -35,17 +34,6 @@ def test_the_page_is_answered_aware_and_not_agnostic(capsys, tmp_path):
     assert "The code of table is 2356" in aware
     assert "The code of table is" not in agnostic.partition("\nQ:")[0]
     assert figure.stat().st_size > 5000
-
-
-def test_the_page_does_not_load_weights(typed, tmp_path):
-    script = tmp_path / "script.py"
-    root = str(Path(__file__).parents[2])
-    script.write_text(
-        f"import sys; sys.path.insert(0, {root!r})\n"
-        "import lab.one_page; assert 'nano' not in sys.modules\n"
-    )
-    done = typed("python", script)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_last_token_is_fed_after_the_compression(model):

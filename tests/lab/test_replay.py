@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import decoder, tasks
+from common import tasks
 from lab import retrieval
 from lab.benchmark import Benchmark, replayed_or_read
 from lab.continuation import continuation, reference
@@ -33,12 +33,6 @@ METHODS = {
     "reuse": (ChunkKV, WINDOW | dict(select=Chunks(3), reuse=2)),
     "semantic": (SemanticChunkKV, WINDOW | dict(ends=ENDS)),
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    size = dict(vocab_size=V, max_len=512, n_layers=2, n_heads=4, d_model=32, d_ff=48)
-    return decoder(**size)
 
 
 @pytest.fixture(scope="module")

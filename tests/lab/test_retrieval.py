@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from common import decoder, tasks
+from common import tasks
 from lab.retrieval import (
     budget_for,
     maker,
@@ -19,12 +19,6 @@ from nanollm.cache import Method, compress, crop
 from nanollm.checkpoint import from_hf
 from nanollm.model import Decoder
 from nanollm.rounded import RoundedSlots
-
-
-@pytest.fixture(scope="module")
-def model():
-    size = dict(vocab_size=2048, max_len=512, n_layers=2, n_heads=4)
-    return decoder(**size, d_model=32, d_ff=48)
 
 
 def needles(documents=2, T=200, **options):

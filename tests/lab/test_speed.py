@@ -1,11 +1,13 @@
 """The time of each phase: of the right part, the fastest of all rounds, beside the peer's."""
 
 import json
+import runpy
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from common import ENCODING, checkpoint_of_two_layers, decoder
+from common import ENCODING, decoder
 from lab import speed
 from lab.methods_by_name import pick
 
@@ -71,15 +73,14 @@ def test_each_phase_has_its_own_time_bytes_and_growth(clock, monkeypatch):
     assert table[2] == "16 3 snap_kv 750 1500 2.00 15.62 250 16.00 5 4".split()
 
 
-def test_the_command_in_a_new_process(typed, tmp_path):
-    checkpoint = checkpoint_of_two_layers(tmp_path)
+def test_a_row_for_every_batch_and_method(checkpoint, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(speed, "SHORT", 0)
     file = tmp_path / "rows.json"
     options = "--methods snap_kv quantized_2 --lengths 140 --batches 1 2 --rounds 1"
-    words = f"--model {checkpoint} {options} --json {file}".split()
-    done = typed("python", "-m", "lab.speed", *words)
-    assert done.returncode == 0, done.stderr
+    words = f"--model {checkpoint} {options} --json {file}"
+    speed.main(words.split())
     rows = json.loads(file.read_text())
-    assert done.stdout == speed.show(rows) + "\n"
+    assert capsys.readouterr().out == speed.show(rows) + "\n"
     measured = [(row["batch"], row["method"]) for row in rows]
     names = "full", "snap_kv", "quantized_2"
     assert measured == [(B, name) for B in (1, 2) for name in names]
@@ -94,8 +95,12 @@ def test_the_command_in_a_new_process(typed, tmp_path):
         ("--json config.json", "config.json holds something"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(wrong, message, monkeypatch, tmp_path):
-    checkpoint_of_two_layers(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        speed.main(["--model", str(tmp_path), *wrong.split()])
+def test_what_cannot_be_timed_is_one_line(
+    wrong, message, checkpoint, monkeypatch, capsys
+):
+    monkeypatch.chdir(checkpoint)
+    monkeypatch.setattr(sys, "argv", ["speed", "--model", ".", *wrong.split()])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(speed.__file__, run_name="__main__")
+    out, error = capsys.readouterr()
+    assert error.startswith(f"error: {message}") and out == ""

@@ -9,7 +9,7 @@ import pytest
 from commands import refused
 from common import checkpoint_of_two_layers
 from foreign import foreign_checkpoint
-from lab import command_line
+from lab import command_line, corpus
 from lab.claims import claims_command, rules
 from lab.claims.claims_command import STORED
 from lab.claims.rules import CLAIMS, judge
@@ -30,6 +30,8 @@ def run(folder, *options):
 
 def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, capsys):
     folder = foreign_checkpoint(tmp_path / "model")
+    some = corpus.text("test")[::8]  # its tokenizer takes seconds for all
+    monkeypatch.setattr(corpus, "text", lambda split: some)
     monkeypatch.setattr(claims_command, "SHIPPED", {})
     for several in ("COMPARED", "WINDOW_METHODS"):
         monkeypatch.setattr(rules, several, ["SnapKV", "AdaKV", "PyramidKV"])
@@ -70,15 +72,14 @@ def test_only_a_model_that_does_not_ship_has_a_third_column(
     assert [found[0][key] for key in ("seed", "documents", "tokens")] == [7, 3, 130]
 
 
-def test_facts_may_stand_in_a_text_of_ones_own(tmp_path, monkeypatch):
+def test_facts_may_stand_in_a_text_of_ones_own(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(claims_command, "SHIPPED", {})
-    folder = checkpoint_of_two_layers(tmp_path / "own")
     text = "otherwise " * 900
     file = tmp_path / "text"
     file.write_text(text)
     options = "--claims P3 --documents 2 --length 130 --seed 7".split()
-    (found,) = run(tmp_path, *options, "--model", folder, "--text", file)
-    model, encoding = load(folder)
+    (found,) = run(tmp_path, *options, "--model", checkpoint, "--text", file)
+    model, encoding = load(checkpoint)
     own = Subject(model, Tasks(encoding, "test", text), 7, 2, 130)
     alone = judge("P3", own).numbers
     assert found["numbers"] == {name: [*x] for name, x in alone.items()}
@@ -89,9 +90,10 @@ def test_facts_may_stand_in_a_text_of_ones_own(tmp_path, monkeypatch):
         assert len(np.unique(batch.tokens[batch.roles == TEXT])) < 9
 
 
-def test_beside_another_model_the_shipped_columns_are_the_stored_ones(tmp_path):
-    folder = checkpoint_of_two_layers(tmp_path / "own")
-    found = run(tmp_path, "--claims", "P2", "--model", folder)
+def test_beside_another_model_the_shipped_columns_are_the_stored_ones(
+    checkpoint, tmp_path
+):
+    found = run(tmp_path, "--claims", "P2", "--model", checkpoint)
     assert found[:3] == [row for row in ROWS if row["claim"] == "P2"]
     assert len(found) == 4
 
@@ -105,7 +107,6 @@ def test_beside_another_model_the_shipped_columns_are_the_stored_ones(tmp_path):
         ),
         ("--length 16", "length 16 must be"),
         ("--seed -1", "seed -1"),
-        ("--model nowhere", "nowhere"),
         ("--json foreign.json", "foreign.json holds something else"),
     ],
 )

@@ -1,11 +1,8 @@
 """CLAIMS.md fits the files of claims, the rules, the stored findings and the tests."""
 
 import json
-import os
 from pathlib import Path
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import claims_plugin
@@ -126,20 +123,16 @@ def test_a(note):
 """
 
 
-def test_a_run_of_all_tests_fails_where_they_and_the_claims_disagree(tmp_path):
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+def test_a_run_of_all_tests_fails_where_they_and_the_claims_disagree(typed, tmp_path):
+    settings = f"testpaths = tests\npythonpath = {ROOT} {ROOT}/tests/helpers\n"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\n{settings}")
     (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text(
+        "pytest_plugins = ['claims_plugin']"
+    )
     (tmp_path / "tests" / "test_a.py").write_text(NOTING)
-    env = dict(
-        os.environ,
-        PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'helpers'}",
-        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",  # the others take seconds to load
-    )
-    options = "-q -p claims_plugin -p xdist -n 1".split()
-    command = [sys.executable, "-m", "pytest", *options]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, timeout=100, capture_output=True, text=True
-    )
+    options = "-q --disable-plugin-autoload -p xdist -n 1".split()
+    done = typed("python", "-m", "pytest", *options, cwd=tmp_path)
     out = done.stdout
     assert done.returncode == 1
     assert "1 passed" in out

@@ -1,7 +1,7 @@
 """Rules on a subject whose numbers are planted: a verdict turns where its rule says so."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 import json
 
 import pytest
@@ -96,16 +96,9 @@ def subject(*numbers, large=True) -> Planted:
     return Planted(model, tasks("test"), 0, N, 128, numbers=numbers)
 
 
-def answers(kind, number, **when) -> Number:
-    return Number("answers", kind, number, **when)
-
-
-def kl(kind, number, **when) -> Number:
-    return Number("kl", kind, number, **when)
-
-
-def rise(kind, number, **when) -> Number:
-    return Number("rise", kind, number, **when)
+answers = partial(Number, "answers")
+kl = partial(Number, "kl")
+rise = partial(Number, "rise")
 
 
 # ---- CriticalKV ----
