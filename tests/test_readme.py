@@ -60,6 +60,7 @@ def done(typed, tmp_path_factory):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_readme_runs(done, command):
     run = done[command]

@@ -38,7 +38,7 @@ TOKENS = {  # folders, together
     ("nanollm",): 24_000,
     ("nanollm", "methods", "kernels", "lab"): 100_000,
     ("course",): 50_000,
-    ("tests",): 125_000,
+    ("tests",): 118_000,
 }
 LAYOUT = {COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER}
 CLOSING = {")", "]", "}", ","}

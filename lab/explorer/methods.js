@@ -1,7 +1,6 @@
 // Six methods, and what the page asks of the worker. It follows decoder.js in the same worker.
 //
-// Read it beside methods/ and lab/one_page.py. Kept entries, bytes and answers are Python's
-// (tests/lab/test_explore.py compares them).
+// Read it beside methods/ and lab/one_page.py. Kept entries, bytes and answers are Python's.
 "use strict";
 
 // ---- methods, as in methods/ --------------------------------------------------------------------------------
