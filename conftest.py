@@ -31,8 +31,6 @@ def pytest_xdist_auto_num_workers(config):
 LONGEST = (
     "test_course",
     "test_contract",
-    "test_referee",
-    "test_readme",
     "test_nano",
     "test_bridge",
     "test_sketch_error",

@@ -1,6 +1,7 @@
 """Compare all fields of lab's rows with a reader of one document, and then one token, at a time."""
 
 import numpy as np
+import pytest
 import torch
 
 from common import tasks
@@ -114,6 +115,7 @@ def row_by_hand(name):
     return row
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_rows_are_what_a_reader_measures(monkeypatch, subtests):
     patch = monkeypatch.setattr

@@ -110,6 +110,7 @@ def test_a_fault_costs_its_own_problem_only(graded):
         assert ('File "methods/chunk_kv.py' in text) == test["extra_data"]["public"]
 
 
+@mark.slow
 @mark.parametrize("name", ASSIGNMENTS)
 def test_right_solutions_pass_and_wrong_ones_are_caught(name, monkeypatch):
     """Hidden tests catch every mistake; public tests catch some of each problem, but not all.

@@ -90,6 +90,7 @@ def test_the_chat_template_tells_what_stands_around_a_user_s_words(folder):
     assert (before, after) == ("<s><u>", "</u><a>")  # BOS once: the template's
 
 
+@mark.slow
 def test_compare_and_generate_run_a_foreign_checkpoint(
     folder, tmp_path, monkeypatch, capsys
 ):

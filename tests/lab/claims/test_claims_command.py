@@ -28,6 +28,7 @@ def run(folder, *options):
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, capsys):
     folder = foreign_checkpoint(tmp_path / "model")
     some = corpus.text("test")[::8]  # its tokenizer takes seconds for all
