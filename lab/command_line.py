@@ -35,9 +35,11 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
     )
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="number format of weights, keys and values; default float32",
+        choices=("auto", "4bit", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="number format of weights, keys and values; 4bit: decoding reads the blocks of a "
+        "GGUF file as they are; default auto: 4bit for such a file if the processor has "
+        "AVX512, else float32",
     )
     parser.add_argument(
         "--calibration",

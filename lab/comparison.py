@@ -24,6 +24,7 @@ from lab.loading import calibrated, loaded
 from lab.methods_by_name import one_line, pick
 from lab.processes import spread
 from lab.retrieval import Make, maker
+from nanollm.block_linear import number_format
 from nanollm.check import check_seed
 
 
@@ -49,7 +50,7 @@ class Comparison:
         self.methods = pick([*table.SHOWN] if args.short else args.methods)
         self.model, self.encoding = loaded(args)
         self.tasks = HardTasks(self.encoding, "test", text)
-        self.settings = settings(args, text)
+        self.settings = settings(args, self.model, text)
         self.earlier: dict[Job, dict] = {}
         self.options: dict[str, dict] = {}  # of each method that can be measured
         self.benchmarks: list[Benchmark] = []  # of the length that is being measured
@@ -177,12 +178,12 @@ class Comparison:
         )
 
 
-def settings(args: Namespace, text: str | None) -> dict:
+def settings(args: Namespace, model, text: str | None) -> dict:
     """Return what all rows of a run share; each row repeats it."""
     return dict(
         model=command_line.whole_name(args.model),
         engine=args.engine,
-        dtype=args.dtype,
+        dtype=number_format(model),
         documents=args.documents,
         seed=args.seed,
         window=args.window,

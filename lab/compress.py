@@ -58,7 +58,7 @@ def main(argv: list[str]):
     question = f'python -m nanollm ask {shlex.quote(str(args.out))} "QUESTION"'
     print(
         f"{len(ids)} tokens read and compressed in {seconds:.1f} s. {args.out} has "
-        f"{len(data):,} bytes, {100 * len(data) / full:.1f} % of a full cache in {args.dtype}.\n"
+        f"{len(data):,} bytes, {100 * len(data) / full:.1f} % of a full cache.\n"
         f"Now ask: {question}"
     )
 

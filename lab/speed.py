@@ -8,6 +8,10 @@ The peer of the full cache is transformers. The peer of a method is its press in
 same window and pool, if kvpress is installed; kvpress 0.5.5 needs transformers below 5.3, so give
 both an environment of their own. Prompts are random tokens. Ours and the peer take turns, and the
 fastest of some rounds counts.
+
+Two more rows: llama.cpp, with the same GGUF file and one prompt, if xllamacpp is installed (pip
+install xllamacpp==2026.10.11549); and the floor, the time in which this machine reads a step's
+bytes from memory: those of the weights, and of the full cache.
 """
 
 import argparse
@@ -24,16 +28,18 @@ from time import perf_counter
 os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from lab import command_line
+from lab.kept import full_cache_bytes
 from lab.loading import calibrated, load
 from lab.methods_by_name import pick
 from lab.replay import CannotReplay, Recorder, Recording, record, replay
 from lab.retrieval import budget_for
 from lab.table import text_table
-from nanollm import TINY
+from nanollm import TINY, gguf
+from nanollm.block_linear import BlockLinear
 from nanollm.cache import cache_bytes, compress, make_cache
 from nanollm.check import whole
 from nanollm.checkpoint import as_hf
@@ -49,7 +55,7 @@ METHODS = (
     "tova",
     "key_diff",
 )
-STEPS = 4  # decoding steps after a prompt, of which the fastest counts
+STEPS = 16  # decoding steps after a prompt, of which the fastest counts
 SHORT = 0.5  # seconds; an end whose rounds take less gets more of them
 TERMS = """Times in ms, {threads} threads, keep ratio {keep:g} %, fastest of {rounds} rounds.
 prompt    reading the prompts of the batch with the full cache
@@ -189,7 +195,70 @@ class Peer:
         return times
 
 
+def llama_cpp(file: Path, tokens: Tensor, rounds: int) -> dict:
+    """Return llama.cpp's times for a GGUF file and a prompt (1, T); {} if it is not installed.
+
+    Its steps come one after the other, and their mean counts.
+    """
+    try:
+        import xllamacpp
+    except ImportError:
+        return {}
+    options = xllamacpp.CommonParams()
+    options.model.path = str(file)
+    options.n_ctx = tokens.shape[1] + 2 * STEPS
+    options.n_parallel = 1
+    options.verbosity = -1
+    options.cpuparams.n_threads = torch.get_num_threads()
+    options.cpuparams_batch.n_threads = torch.get_num_threads()
+    server = xllamacpp.Server(options)
+    asked = dict(prompt=tokens[0].tolist(), n_predict=STEPS, temperature=0)
+    asked |= dict(cache_prompt=False, ignore_eos=True)
+    times = [server.handle_completions(asked)["timings"] for _ in range(rounds + 1)]
+    return dict(
+        prompt=min(x["prompt_ms"] for x in times),
+        step=min(x["predicted_per_token_ms"] for x in times),
+    )
+
+
+def weight_bytes(model) -> int:
+    """Return the bytes of weights that a step of few rows reads."""
+    total = 0
+    for module in model.modules():
+        if isinstance(module, BlockLinear):
+            total += module.packed.nbytes + module.scales.nbytes
+        elif isinstance(module, nn.Linear):
+            total += module.weight.nbytes
+    return total
+
+
+def bandwidth() -> float:
+    """Return how many bytes this machine reads from memory in a millisecond."""
+    numbers = torch.ones(2**26)  # 256 MiB, more than a processor's cache
+    return numbers.nbytes / fastest(numbers.sum, 8)
+
+
+def bounds(model, file: Path | None, sizes: list[tuple[int, int]], rounds: int) -> list:
+    """Return the rows of llama.cpp and of the floor. file: GGUF."""
+    speed = bandwidth()
+    rows = []
+    for B, T in sizes:
+        own = dict(tokens=T, batch=B)
+        if file is not None and B == 1:
+            times = llama_cpp(file, random_tokens(model, B, T), rounds)
+            rows += [own | dict(method="llama.cpp") | times] if times else []
+        cache = full_cache_bytes(model.config, T, model.embed.weight.itemsize)
+        floor = (weight_bytes(model) + B * cache) / speed
+        rows.append(own | dict(method="floor", step=floor))
+    return rows
+
+
 # ---- the command ---
+
+
+def random_tokens(model, B: int, T: int) -> Tensor:
+    generator = torch.Generator().manual_seed(T)
+    return torch.randint(model.config.vocab_size, (B, T), generator=generator)
 
 
 @torch.no_grad()
@@ -220,8 +289,7 @@ def measured(
         maker(name, T)()  # raises ValueError if a method cannot use its budget
     rows = []
     for B, T in sizes:
-        generator = torch.Generator().manual_seed(T)
-        tokens = torch.randint(model.config.vocab_size, (B, T), generator=generator)
+        tokens = random_tokens(model, B, T)
         read = lambda: prefill(model, tokens, make_cache(model))
         peer_reads = lambda: peer.prompt(tokens)
         peer_steps = lambda: peer.step(tokens)
@@ -264,7 +332,7 @@ def show(rows: list[dict]) -> str:
             ours, peer = row.get(phase), row.get(f"peer's {phase}")
             ratio = f"{peer / ours:.2f}" if peer else ""
             line += [number(ours), number(peer), ratio]
-        cells.append([*line, number(row["MiB"]), number(row["process"])])
+        cells.append([*line, number(row.get("MiB")), number(row.get("process"))])
     return f"{text_table(cells)}\n\n{TERMS.format(**rows[0])}"
 
 
@@ -281,6 +349,18 @@ def main(argv: list[str]):
         default=TINY,
         help="folder of a checkpoint of Llama's form, a GGUF file, or smollm2; "
         "default nanollm/tiny",
+    )
+    option(
+        "--dtype",
+        choices=("auto", "4bit", "float32", "bfloat16"),
+        default="auto",
+        help="number format, as in python -m nanollm; default auto",
+    )
+    option(
+        "--threads",
+        type=int,
+        default=0,
+        help="CPU threads; default 0: one for small models, all cores for large ones",
     )
     option(
         "--methods",
@@ -324,17 +404,22 @@ def main(argv: list[str]):
     whole("rounds", args.rounds, 1)
     if args.json:
         command_line.check_output(args.json, "rows", lambda data: b'"prompt' in data)
-    model, encoding = load(args.model, "cpu")
+    model, encoding = load(args.model, "cpu", dtype=args.dtype)
     for B in args.batches:
         whole("batch", B, 1, 1024)
     for T in args.lengths:
         whole("length", T, 1, model.config.max_len - 2 * STEPS)
-    command_line.set_threads(0, sum(x.numel() for x in model.parameters()))
+    command_line.set_threads(args.threads, sum(x.numel() for x in model.parameters()))
 
     sizes = [(B, T) for T in args.lengths for B in args.batches]
     methods = pick(["full", *args.methods])
     peer = Peer(model, args.keep)
     rows = measured(model, encoding, peer, methods, sizes, args.keep, args.rounds)
+    peer.model = None  # frees its weights
+    file = args.model if args.model.suffix == ".gguf" else None
+    if str(args.model) == gguf.SMOLLM2:
+        file = gguf.installed()
+    rows += bounds(model, file, sizes, args.rounds)
     print(show(rows))
     if args.json:
         command_line.replace(args.json, json.dumps(rows, indent=1).encode())

@@ -11,13 +11,15 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nanollm.block_linear import BlockLinear, fast_kinds
 from nanollm.checkpoint import assembled, join_qkv, one_line
 from nanollm.model import Config, Decoder
 from nanollm.tokenizer import Foreign
 
 SMOLLM2 = "smollm2"
+ROWS = 4096  # of a tensor, read at once
 # GGUF's name of a tensor → ours
 MODULES = {
     "token_embd": "embed",
@@ -65,8 +67,11 @@ def read(
     file: str | Path,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    packed: bool = False,
 ) -> tuple[Decoder, Foreign]:
     """Return the decoder of a file, in eval mode, and its tokenizer. file: may be "smollm2".
+
+    packed: decoding reads the file's blocks as they are (block_linear.py); dtype is bfloat16 then.
 
     ValueError if the file is damaged, or has a model, a tokenizer or a quantization that is not
     known here.
@@ -96,16 +101,15 @@ def read(
         encoding = tokenizer_of(about)
 
         weights = {}
+        found = {}  # our name → kind and bytes of its blocks
         for tensor in reader.tensors:
-            numbers = gguf.dequantize(tensor.data, tensor.tensor_type).copy()
-            x = torch.from_numpy(numbers).to(device, dtype)
             name = our_name(tensor.name)
-            if about["general.architecture"] == "llama":
-                if ".q." in name:
-                    x = halves(x, config.n_heads)
-                if ".k." in name:
-                    x = halves(x, config.n_kv_heads)
-            weights[name] = x
+            data = tensor.data
+            heads = heads_of(name, about, config)
+            if heads:
+                data = data[halves(len(data), heads)]
+            weights[name] = numbers(data, tensor.tensor_type, dtype).to(device)
+            found[name] = tensor.tensor_type.name, data
         config.tie_embeddings = "head.weight" not in weights
         config.qkv_bias = "blocks.0.attention.q.bias" in weights
         join_qkv(weights)
@@ -114,7 +118,21 @@ def read(
             f"{file} is not a GGUF file that this decoder can run "
             f"({one_line(error):.200})"
         ) from None
-    return assembled(config, weights, file, device), encoding
+    model = assembled(config, weights, file, device)
+    if packed:
+        pack(model, found)
+    return model, encoding
+
+
+def numbers(data: np.ndarray, kind, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a tensor's bytes. Those of a part of its rows are in 32 bits."""
+    import gguf
+
+    parts = []
+    for i in range(0, len(data), ROWS):
+        part = gguf.dequantize(data[i : i + ROWS], kind)
+        parts.append(torch.tensor(part).to(dtype))
+    return torch.cat(parts)
 
 
 def our_name(name: str) -> str:
@@ -123,12 +141,40 @@ def our_name(name: str) -> str:
     return ".".join([*block, MODULES.get(module, module), kind])
 
 
-def halves(x: Tensor, heads: int) -> Tensor:
-    """Put the rows of a projection back in Llama's order: GGUF has dimension i + D/2 next to i."""
-    # A head's rows a c b d (a pairs with c, b with d) become a b c d.
-    D = x.shape[0] // heads
-    pairs = x.view(heads, D // 2, 2, -1)
-    return pairs.transpose(1, 2).reshape(x.shape)
+def heads_of(name: str, about: dict, config: Config) -> int:
+    """Return the heads of a projection whose rows GGUF has in an order of its own, or 0."""
+    if about["general.architecture"] != "llama":
+        return 0
+    if ".q." in name:
+        return config.n_heads
+    return config.n_kv_heads if ".k." in name else 0
+
+
+def halves(n: int, heads: int) -> np.ndarray:
+    """Return GGUF's index of each of a projection's n rows in Llama's order.
+
+    GGUF has dimension i + D/2 next to i.
+    """
+    # a head's rows a c b d (a pairs with c, b with d) become a b c d
+    pairs = np.arange(n).reshape(heads, -1, 2)
+    return pairs.swapaxes(1, 2).flatten()
+
+
+def pack(model: Decoder, found: dict[str, tuple[str, np.ndarray]]):
+    """Replace the linear layers that can read their blocks. found: our name → kind and bytes."""
+    for name, module in [*model.named_modules()]:
+        if not isinstance(module, nn.Linear):
+            continue
+        names = [name]
+        if name == "head" and model.config.tie_embeddings:
+            names = ["embed"]
+        if name.endswith("qkv"):
+            names = [name.replace("qkv", part) for part in "qkv"]
+        kinds, parts = zip(*(found[f"{part}.weight"] for part in names))
+        data = np.concatenate(parts)
+        one_kind = len(set(kinds)) == 1 and kinds[0] in fast_kinds()
+        if one_kind and len(data) % 16 == 0:  # as the product needs
+            model.set_submodule(name, BlockLinear(module, data, kinds[0]))
 
 
 def below(about: dict, prefix: str) -> dict:

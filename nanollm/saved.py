@@ -21,9 +21,10 @@ from safetensors.torch import load as from_safetensors, save as as_bytes
 import torch
 from torch import Tensor
 
+from nanollm.block_linear import number_format
 from nanollm.cache import Method, Slots
 
-VERSION = 4
+VERSION = 5
 GIVEN = "method", "model", "index", "watch"  # make_cache gives these to a store
 JSON_TYPES = bool, int, float, str, type(None)
 
@@ -59,7 +60,8 @@ def to_bytes(caches, **note) -> bytes:
     head = dict(
         version=VERSION,
         decoder=fingerprint(model),
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        dtype=number_format(model),
+        numbers=str(model.embed.weight.dtype),
         **kind_of(layers),
         note=note,
         layers=states,
@@ -152,11 +154,16 @@ def decode(x, tensors: dict[str, Tensor], layer: Slots):
 
 
 def fingerprint(model) -> str:
-    """Return a hash of a decoder: config, number format, and first numbers of its weights."""
-    parts = [p.detach().flatten()[:1024].float().cpu() for p in model.parameters()]
+    """Return a hash of a decoder: its config, and all its weights, rounded to bfloat16.
+
+    So it is the same in 32 bits, in bfloat16, and with weights in 4 bits.
+    """
     shape = json.dumps(vars(model.config), sort_keys=True, default=str)
-    shape += str(next(model.parameters()).dtype)
-    return sha256(shape.encode() + torch.cat(parts).numpy().tobytes()).hexdigest()[:16]
+    digest = sha256(shape.encode())
+    for weight in model.parameters():
+        rounded = weight.detach().to("cpu", torch.bfloat16).contiguous()
+        digest.update(rounded.view(torch.int16).numpy())  # numpy has no bfloat16
+    return digest.hexdigest()[:16]
 
 
 def header(file: Path | str) -> dict:
@@ -190,8 +197,19 @@ def load(file: Path | str, caches):
     layers = layers_of(caches)
     if head["decoder"] != fingerprint(layers[0].model):
         raise ValueError(
-            f"{file} was written by another decoder or engine, or in another number format than "
-            f"this decoder has; use the one that read the text, in {head['dtype']}"
+            f"{file} was written by another decoder or engine; use the one that read the text"
+        )
+    dtype = number_format(layers[0].model)
+    if head["dtype"] != dtype:
+        raise ValueError(
+            f"{file} was written in {head['dtype']}, and this decoder is in {dtype}; load it in "
+            f"{head['dtype']}"
+        )
+    numbers = str(layers[0].model.embed.weight.dtype)
+    if head["numbers"] != numbers:  # in 4 bits the processor decides
+        raise ValueError(
+            f"{file} was written on a processor that computes in {head['numbers']}, and this one "
+            f"in {numbers}; read the text again"
         )
     kind = kind_of(layers)
     written = {name: head[name] for name in kind}

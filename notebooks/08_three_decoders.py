@@ -45,7 +45,7 @@ COLOURS = {"smollm2": "#d55e00", "built": "#0072b2", "learned": "#117733"}
 models, tasks = {}, {}
 print("            parameters  layers  query heads  key/value heads")
 for name in COLOURS:
-    models[name], encoding = load(SHIPPED.get(name, name), "cpu")
+    models[name], encoding = load(SHIPPED.get(name, name), dtype="float32")
     tasks[name], c = Tasks(encoding, "test"), models[name].config
     size = sum(p.numel() for p in models[name].parameters()) / 1e6
     print(f"{name:12}{size:8.1f} M{c.n_layers:8}{c.n_layers * c.n_heads:13}"

@@ -186,7 +186,7 @@ for name, label in {"predicted while reading": reading, "after the compression":
 # %%
 found = {}
 for name in ("smollm2", *SHIPPED):
-    decoder, its_encoding = load(SHIPPED.get(name, name), "cpu")
+    decoder, its_encoding = load(SHIPPED.get(name, name), dtype="float32")
     asked = Tasks(its_encoding, "test").batch("needle", seed=0, B=8, T=256)
     found[name] = [right(SnapKV, asked, 0.25, "aware", decoder, seen, window_size=8).mean()
                    for seen in (False, True)]

@@ -16,7 +16,9 @@ from lab.loading import calibrated, load
 from lab.methods_by_name import pick
 from lab.render_results import rows
 from lab.replay import Recorder, record
+from lab.speed import weight_bytes
 from lab.tasks import Tasks
+from nanollm.block_linear import BlockLinear
 from nanollm.cache import bytes_in_16_bits, compress, copied, make_cache
 from nanollm.generate import prefill
 from nanollm.rounded import quantise
@@ -146,7 +148,65 @@ for name, variant in pick(NAMES.split()).items():
     print(f"{name:16}", *(f"{x / y:8.2f}" for x, y in zip(found, unit)))
 
 # %% [markdown]
-# KVzip's reread is its price. Gates and head budgets are learned once, in ten seconds to ten minutes. Then reading takes little longer than with the full cache. On this short text, and one core, no step is faster than the full cache's: the decoder's weights take most of the time, heads of different lengths are read one by one, and few bits must become numbers again. RESULTS.md, `cost`, has the times for 4,096 tokens, and `speed` for eight prompts at once, where fewer entries make faster steps.
+# KVzip's reread is its price. Gates and head budgets are learned once, in ten seconds to ten minutes. Then reading takes little longer than with the full cache. On this short text, and one core, hardly a step is faster than the full cache's: weights and small operators take most of the time, heads of different lengths are read one by one, and few bits must become numbers again.
+#
+# Where does a step's time go? It reads each weight and each entry once. The decoder's file has 4 bits a weight, and `load` keeps them as they are for steps (`nanollm/block_linear.py`); beside it stands the same decoder in 32 bits. The caches below hold random entries, all of 512 or of 4,096 tokens or a quarter of them. Products with the weights and attention are timed alone; the rest of a step are small operators: norms, rotations, sums, and Python.
+
+# %%
+def filled(decoder, n):
+    """Return caches with n random entries in each head."""
+    c = decoder.config
+    caches = make_cache(decoder)
+    for layer in caches:
+        k, v = torch.randn(2, 1, c.n_kv_heads, n, c.head_dim).to(decoder.embed.weight)
+        layer.write(k, v, torch.arange(n)[None])
+    return caches
+
+
+def parts(decoder, n):
+    """Return the milliseconds of a step: products with weights, attention, and the rest."""
+    caches, c = filled(decoder, n), decoder.config
+    layers = [x for x in decoder.modules() if isinstance(x, (torch.nn.Linear, BlockLinear))]
+    inputs = [torch.randn(1, 1, x.weight.shape[1]).to(x.weight) for x in layers]
+    q, pos = torch.randn(1, c.n_heads, 1, c.head_dim).to(decoder.embed.weight), torch.tensor([[n]])
+    products = seconds(lambda: [layer(x) for layer, x in zip(layers, inputs)], 25)
+    attention = seconds(lambda: [layer.attention(q, pos) for layer in caches], 25)
+    step = seconds(lambda: decoder(text[:, :1], caches), 25)
+    return [1000 * x for x in (products, attention, step - products - attention)]
+
+
+# %%
+decoders = {"32 bits": load("smollm2", dtype="float32")[0], "4 bits": model}
+SIZES = {"512": 512, "512 / 4": 128, "4,096": 4096, "4,096 / 4": 1024}
+ms = {name: [parts(decoder, n) for n in SIZES.values()] for name, decoder in decoders.items()}
+mb = {name: [(weight_bytes(decoder) / 1e6, sum(x.bytes()[0] for x in filled(decoder, n)) / 1e6)
+             for n in SIZES.values()] for name, decoder in decoders.items()}
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+PARTS = {"weights": "#4477aa", "cache": "#ee6677", "small operators": "#bbbbbb"}
+for axis, found, unit in zip(axes, (mb, ms), ("MB read in a step", "ms a step")):
+    for shift, (name, bars) in enumerate(found.items()):
+        for i, bar in enumerate(bars):
+            below = 0
+            for height, (label, colour) in zip(bar, PARTS.items()):
+                axis.bar(i + 0.4 * shift, height, 0.36, below, color=colour,
+                         label=label if not i + shift else None)
+                below += height
+            axis.text(i + 0.4 * shift, below, name, ha="center", va="bottom", fontsize=7)
+    axis.set_xticks([i + 0.2 for i in range(4)], [f"{x} entries" for x in SIZES])
+    axis.set(ylabel=unit)
+    axis.spines[["top", "right"]].set_visible(False)
+figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=3);
+
+# %%
+for name, (short, few, long, some) in ms.items():
+    faster = [sum(x) / sum(y) for x, y in ((short, few), (long, some))]
+    print(f"{name}: a quarter of the cache makes a step {faster[0]:.2f} times faster after 512 "
+          f"tokens, {faster[1]:.2f} times after 4,096")
+
+# %% [markdown]
+# In 32 bits a step reads 538 MB of weights, so what is saved of the cache hardly shows. In 4 bits the weights are 100 MB, and after 4,096 tokens attention takes about half of the step: now a quarter of the entries shows. After 512 tokens it does not, in either form: weights and small operators do not shrink with the cache. RESULTS.md, `cost`, has the times for 4,096 tokens, and `speed` for eight prompts at once.
 #
 # ## Ask in your own words
 #
