@@ -12,7 +12,7 @@ from lab.command_line import set_threads
 from lab.methods_by_name import Variant
 from lab.tasks import Tasks
 from nanollm import checkpoint, gguf, tokenizer
-from nanollm.block_linear import fast_in_bfloat16, number_format
+from nanollm.block_linear import BYTES, fast_in_bfloat16, number_format
 from nanollm.saved import fingerprint
 
 # a folder for each decoder
@@ -42,8 +42,11 @@ def load(
         elif engine == "transformers":
             why = "transformers has no such layers"
         if not why:
-            dtype = torch.bfloat16 if fast_in_bfloat16() else torch.float32
-            return gguf.read(folder, dtype, device, packed=True)
+            numbers = torch.bfloat16 if fast_in_bfloat16() else torch.float32
+            found = gguf.read(folder, numbers, device, packed=True)
+            if dtype == "auto" or number_format(found[0]) == dtype:
+                return found
+            why = f"{folder} has no blocks of {', '.join(BYTES)}"
         if dtype == "4bit":
             raise ValueError(f"dtype is 4bit, but {why}; use float32 or bfloat16")
         dtype = "float32"

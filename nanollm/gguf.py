@@ -71,7 +71,8 @@ def read(
 ) -> tuple[Decoder, Foreign]:
     """Return the decoder of a file, in eval mode, and its tokenizer. file: may be "smollm2".
 
-    packed: decoding reads the file's blocks as they are (block_linear.py); dtype is bfloat16 then.
+    packed: a step of few tokens reads the file's blocks as they are, if they are of a kind that
+    block_linear.py multiplies.
 
     ValueError if the file is damaged, or has a model, a tokenizer or a quantization that is not
     known here.
