@@ -12,7 +12,7 @@ from lab.methods_by_name import pick
 from nanollm.cache import copied, make_cache
 from nanollm.check import whole
 from nanollm.generate import prefill
-from nanollm.saved import header, load
+from lab.saved import header, load
 from nanollm.tokenizer import opening
 
 

@@ -26,7 +26,7 @@ def main(argv: list[str]):
     from lab.retrieval import budget_for
     from nanollm.cache import compress, make_cache
     from nanollm.generate import prefill
-    from nanollm.saved import to_bytes
+    from lab.saved import to_bytes
 
     variant = pick([args.method])[args.method]
     model, encoding = loaded(args)

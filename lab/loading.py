@@ -13,7 +13,7 @@ from lab.methods_by_name import Variant
 from lab.tasks import Tasks
 from nanollm import checkpoint, gguf, tokenizer
 from nanollm.block_linear import BYTES, fast_in_bfloat16, number_format
-from nanollm.saved import fingerprint
+from lab.saved import fingerprint
 
 # a folder for each decoder
 CALIBRATED = Path(__file__).parents[1] / "nanollm" / "calibrated"

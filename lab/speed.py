@@ -55,7 +55,7 @@ METHODS = (
     "tova",
     "key_diff",
 )
-STEPS = 16  # decoding steps after a prompt, of which the fastest counts
+STEPS = 48  # decoding steps after a prompt, of which the fastest counts
 SHORT = 0.5  # seconds; an end whose rounds take less gets more of them
 TERMS = """Times in ms, {threads} threads, keep ratio {keep:g} %, fastest of {rounds} rounds.
 prompt    reading the prompts of the batch with the full cache

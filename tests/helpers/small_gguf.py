@@ -79,5 +79,10 @@ def written(file, kind, about=(), quantised=None, **config):
             out.add_tensor(name, files.quantize(x, blocks), raw_dtype=blocks)
         else:
             out.add_tensor(name, np.ascontiguousarray(x))
+    freq = model.model.rotary_emb.inv_freq
+    pair = torch.arange(len(freq)) / len(freq)
+    plain = model.config.rope_parameters["rope_theta"] ** -pair
+    if not torch.allclose(freq, plain):
+        out.add_tensor("rope_freqs.weight", (plain / freq).numpy())
     close(out)
     return model

@@ -1,6 +1,6 @@
 """Test window scores and ‖v W_O‖₁: kernels and twins equal the plain code in float64."""
 
-from pytest import importorskip, mark, raises
+from pytest import importorskip, mark
 import torch
 
 from common import DEVICE, TOLERANCE, amid_nan
@@ -33,8 +33,10 @@ def test_scores_of_kernels_and_twin_are_the_plain_codes(
     off = 1e-5 if dtype == torch.float32 else 2e-3
     off = off * max(1, sharp / 10)
     g = torch.Generator().manual_seed(n)
-    q = sharp * torch.randn(B, H, G, w, D, generator=g).to(DEVICE, dtype)
-    k = torch.randn(B, n, H, D, generator=g).to(DEVICE, dtype).transpose(1, 2)
+    q = sharp * torch.randn(B, H, G, w, D, generator=g)
+    q = q.to(DEVICE, dtype)
+    k = torch.randn(B, n, H, D, generator=g)
+    k = k.to(DEVICE, dtype).transpose(1, 2)
     # tests/helpers/windows.py compares the plain code with a loop
     rows = window.window_rows(q.double(), k.double())
     expected = rows[..., : n - w].mean(3)
@@ -60,7 +62,8 @@ def test_norms_of_the_kernel_and_the_twin_are_the_plain_codes(
 ):
     off = 1e-5 if dtype == torch.float32 else 3e-3
     g = torch.Generator().manual_seed(n + D)
-    v = torch.randn(B, n, H, D, generator=g).to(DEVICE, dtype).transpose(1, 2)
+    v = torch.randn(B, n, H, D, generator=g)
+    v = v.to(DEVICE, dtype).transpose(1, 2)
     w_o = torch.randn(d_model, H * G, D, generator=g).to(DEVICE, dtype)
     expected = v.new_zeros(B, H, G, 0).double()
     if n:  # tests/helpers/windows.py holds it against a loop
@@ -71,28 +74,3 @@ def test_norms_of_the_kernel_and_the_twin_are_the_plain_codes(
         assert norm.shape == (B, H, G, n)
         assert norm.dtype == torch.float32
         assert torch.allclose(norm.double(), expected, rtol=off, atol=off)
-
-
-def test_inputs_that_do_not_fit_are_refused():
-    q = torch.zeros(1, 2, 1, 4, 16, device=DEVICE)
-    v = torch.zeros(1, 2, 3, 16, device=DEVICE)
-    wide = q.new_zeros(1, 1, 1, 129, 16)
-    with raises(ValueError, match="129 queries is more than the 128"):
-        scoring.window_scores(wide, q.new_zeros(1, 1, 200, 16))
-    k = v.new_zeros(1, 2, 8, 16)
-    for wrong in (
-        v.new_zeros(1, 2, 8, 32),
-        k[:, :1],
-        v,
-        k.half(),
-    ):
-        with raises(ValueError, match="at least 4 keys of 16"):
-            scoring.window_scores(q, wrong)
-    w_o = v.new_zeros(8, 4, 16)
-    for wrong in (
-        w_o[:, :3],
-        v.new_zeros(8, 4, 32),
-        w_o.half(),
-    ):
-        with raises(ValueError, match="multiple of 2 heads of 16"):
-            norms.value_norms(v, wrong)

@@ -93,7 +93,7 @@ def test_a_row_for_every_batch_and_method(checkpoint, monkeypatch, capsys, tmp_p
     "wrong, message",
     [
         ("--lengths 64", "budget 16 must exceed the window"),
-        ("--lengths 800", "length 800 must be a whole number from 1 to 768"),
+        ("--lengths 800", "length 800 must be a whole number from 1 to 704"),
         ("--json config.json", "config.json holds something"),
     ],
 )

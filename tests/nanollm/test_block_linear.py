@@ -12,7 +12,7 @@ from nanollm import TINY, block_linear
 from nanollm.block_linear import BLOCK, BlockLinear, blocks, number_format
 from nanollm.cache import make_cache
 from nanollm.generate import prefill
-from nanollm.saved import fingerprint
+from lab.saved import fingerprint
 from small_gguf import written
 
 KINDS = [*block_linear.BYTES]

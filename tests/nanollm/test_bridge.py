@@ -1,11 +1,11 @@
 """Memories in transformers' own models: their logits, their tokens, and real eviction."""
 
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from inspect import signature
 import logging
 from types import SimpleNamespace
 
-from pytest import fixture, mark, raises, skip
+from pytest import fixture, mark, raises
 import torch
 import transformers as hf
 
@@ -187,11 +187,64 @@ def test_a_memory_is_compressed_for_the_prompt_that_it_has_read(model):
     read(memory, TOKENS)
     twin = deepcopy(memory)
     refused("not been compressed", own, model, past_key_values=memory)
+    refused("another text", memory.compress, TOKENS.flip(0))
+    refused("int64 tensor", memory.compress, TOKENS[0])
     memory.compress(TOKENS)
+    refused("call begin_turn", memory.compress, TOKENS)
+    refused("forgotten the prompt's last token", read, memory, NEW[:, :1])
     for message, tokens in ("another text", TOKENS.flip(0)), ("30 tokens.* 39", READ):
         refused(message, model.generate, tokens, past_key_values=memory)
     assert memory.caches[0].length == 8 and twin.caches[0].length == T
     assert twin.model is memory.model and twin.caches[0].model is memory.caches[0].model
+
+
+def test_each_thread_has_a_memory_of_its_own(model):
+    """Four threads answer from memories, two from the model's own cache, all at once."""
+    prompts = [TOKENS[i % 3 :][:1, i:] for i in range(6)]
+    memories = []
+    for prompt in prompts[:4]:
+        memories.append(attach(model, SnapKV, budget=12, window_size=4))
+        read(memories[-1], prompt)
+        memories[-1].compress(prompt)
+
+    @torch.no_grad()
+    def written(i, memory):
+        return model.generate(
+            prompts[i], past_key_values=memory, max_new_tokens=8, do_sample=False
+        )
+
+    alone = [written(i, deepcopy(memory)) for i, memory in enumerate(memories)]
+    alone += [written(i, None) for i in (4, 5)]
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(20):
+            now = [*map(deepcopy, memories), None, None]
+            assert all(map(torch.equal, pool.map(written, range(6), now), alone))
+
+
+def test_a_batch_of_questions_goes_on_from_one_text(model):
+    memory, text = attach(model, SnapKV, budget=12, window_size=4), READ[:1]
+    read(memory, text)
+    memory.compress(text)
+    prompts = torch.cat((text.expand(3, -1), NEW), 1)
+    written = lambda ids, memory: model.generate(
+        ids, past_key_values=memory, max_new_tokens=5, do_sample=False
+    )
+    alone = [written(ids[None], deepcopy(memory)) for ids in prompts]
+    assert torch.equal(written(prompts, memory), torch.cat(alone))
+
+
+def test_a_text_given_as_embeddings_cannot_be_read_again(model):
+    x = model.get_input_embeddings()(READ)
+    for Kind in H2O, KVzip:
+        memory = attach(model, Kind, budget=16)
+        model(inputs_embeds=x, past_key_values=memory)
+        if Kind is KVzip:
+            refused("reads the text again", memory.compress, READ)
+        else:
+            memory.compress(READ)
+    memory = attach(model.model, KVzip, budget=16)
+    model.model(READ, past_key_values=memory)
+    refused("has no head", memory.compress, READ)
 
 
 # ---- what is refused ---
@@ -251,6 +304,7 @@ def test_what_no_cache_here_knows_is_refused_by_name(family, shape, message):
 
 READ, NEW = TOKENS.split([30, 10], 1)
 HIDDEN = (torch.arange(T) > 0).expand(3, T).float()
+SKIPS = torch.ones(3, 1, 10, T).tril(30).bool() & (torch.arange(T) != 4)
 SLIDES = dict(
     use_sliding_window=True,
     sliding_window=35,
@@ -264,7 +318,16 @@ SLIDES = dict(
         ("all 40 tokens", dict(attention_mask=HIDDEN), "Llama", {}),
         ("all 40 tokens", dict(attention_mask=HIDDEN[:, -10:]), "GPT2", {}),
         ("not causal", dict(attention_mask=torch.zeros(3, 1, 10, T)), "Llama", {}),
+        ("hides tokens", dict(attention_mask=SKIPS), "Llama", {}),
         ("attention weights", dict(output_attentions=True), "Llama", {}),
+        ("use_cache=False", dict(use_cache=False), "Llama", {}),
+        (
+            "go on from the 30",
+            dict(position_ids=torch.arange(23, 33)[None]),
+            "Llama",
+            {},
+        ),
+        ("go on from", dict(position_ids=torch.arange(30, 40)[None] % 35), "GPT2", {}),
         ("beyond the 30", dict(tokens=NEW[:, :0]), "Llama", {}),
         ("1 texts .* read 3", dict(tokens=NEW[:1]), "Llama", {}),
         ("layer 1 .* last 35 tokens", {}, "Qwen2", SLIDES),
@@ -324,6 +387,9 @@ def test_a_memory_is_read_by_its_own_model_while_that_is_attached(model):
 @torch.enable_grad()
 def test_gradients_and_drafts_are_refused(model):
     refused("no gradient", read(attach(model), READ).sum().backward)
+    x = model.get_input_embeddings()(READ).detach().requires_grad_()
+    y = model(inputs_embeds=x, past_key_values=attach(model)).logits
+    refused("no gradient", torch.autograd.grad, y.sum(), x)
     draft = dict(max_new_tokens=20, prompt_lookup_num_tokens=3)
     refused("beams", model.generate, TOKENS[:1], past_key_values=attach(model), **draft)
 
@@ -377,44 +443,20 @@ def test_texts_padded_on_the_left_are_answered_as_alone(family, Method, options)
         same(logits[row], logits_alone[0], 1e-4)
 
 
-def test_positions_that_a_call_brings_are_left_as_they_are(model):
+def test_positions_may_begin_elsewhere_but_not_jump(model):
+    """As in PaliGemma, which counts from 1."""
+    pos = torch.arange(5, T + 5)[None]
+    memory, expected = attach(model), model(TOKENS, position_ids=pos).logits
+    parts = [
+        read(memory, part, position_ids=at)
+        for part, at in zip(TOKENS.split(30, 1), pos.split(30, 1))
+    ]
+    same(torch.cat(parts, 1), expected)
+    memory.compress(TOKENS)
+    refused("go on from the 39", own, model, past_key_values=memory)
     mask = torch.arange(T) >= torch.tensor([[7], [0], [3]])
-    given = dict(attention_mask=mask, position_ids=torch.arange(5, T + 5)[None])
-    expected = model(TOKENS, **given).logits[mask]
-    same(read(attach(model), TOKENS, **given)[mask], expected)
-
-
-# ---- transformers 5.24 ---
-
-
-def test_a_memory_is_found_under_its_name_in_transformers_5_24(model, monkeypatch):
-    """There a decoder takes it as `cache`, and `generate` as either.
-
-    It would feed a cache the whole prompt again if `all(cache.is_linear)`.
-    """
-    expected = model(TOKENS).logits
-    forward = hf.LlamaModel.forward
-
-    def renamed(self, input_ids=None, attention_mask=None, cache=None, **more):
-        return forward(self, input_ids, attention_mask, past_key_values=cache, **more)
-
-    monkeypatch.setattr(hf.LlamaModel, "forward", renamed)
-    memory = attach(model, SnapKV, budget=12, window_size=4)
-    states = [model.model(part, cache=memory)[0] for part in (READ, NEW)]
-    same(model.lm_head(torch.cat(states, 1)), expected)
-    assert memory.is_linear == [False] * 3
-    assert memory.get_seq_length() == memory.caches[0].length == T
-    for name in "cache", "past_key_values":
-        refused("not been compressed", model.generate, TOKENS, **{name: memory})
-
-
-def test_a_decoder_that_ignores_the_new_name_is_left_alone(model):
-    """Before 5.24 a model passes over `cache`, so the memory has read nothing."""
-    if "cache" in signature(type(model).forward).parameters:
-        skip("this transformers knows the name")
-    memory, expected = attach(model), model(TOKENS).logits
-    same(model(TOKENS, cache=memory).logits, expected)
-    assert memory.get_seq_length() == 0
+    given = dict(attention_mask=mask, position_ids=pos)  # which count the padding
+    refused("without padding", read, attach(model), TOKENS, **given)
 
 
 @mark.parametrize(
@@ -500,4 +542,4 @@ def test_a_memory_that_transformers_leaves_behind_is_missed():
     memory = attach(model, SnapKV, budget=16, window_size=8)
     read(memory, TOKENS)
     memory.compress(TOKENS)
-    refused("leaves the memory behind", own, model, past_key_values=memory)
+    refused("Phi-3 leaves it behind", own, model, past_key_values=memory)

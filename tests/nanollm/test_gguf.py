@@ -63,6 +63,10 @@ def test_texts_and_chats_are_encoded(file):
     "name, value, message",
     [
         ("llama.rope.scaling.type", "yarn", "rope.scaling.type is 'yarn'"),
+        ("llama.rope.scaling.factor", 4.0, "rope.scaling.factor is 4.0"),
+        ("llama.rope.scale_linear", 4.0, "rope.scale_linear is 4.0"),
+        ("llama.attention.head_count", [4, 2], "layers differ in heads"),
+        ("split.count", 2, "one of 2 parts"),
         ("llama.rope.dimension_count", 4, "rope.dimension_count is 4"),
         ("llama.expert_count", 8, "expert_count is 8"),
         ("tokenizer.ggml.model", "llama", "its tokenizer is 'llama'"),
@@ -75,6 +79,21 @@ def test_what_cannot_be_computed_is_one_line(name, value, message, file):
     with raises(ValueError, match=message) as error:
         gguf.read(file)
     assert "\n" not in str(error.value)
+
+
+@torch.no_grad()
+def test_llama_3_1_has_its_scaling_as_factors(file):
+    scaling = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0)
+    scaling |= dict(high_freq_factor=4.0, original_max_position_embeddings=8192)
+    model = written(
+        file, "llama", {"llama.rope.freq_base": 5e5}, rope_parameters=scaling
+    )
+    tokens = torch.arange(80)[None]
+    expected = model(tokens).logits
+    torch.testing.assert_close(gguf.read(file)[0](tokens), expected, rtol=0, atol=1e-4)
+    written(file, "llama", rope_parameters=scaling)  # of another base
+    with raises(ValueError, match="not Llama 3.1's"):
+        gguf.read(file)
 
 
 def test_other_files_are_refused(tmp_path, file, monkeypatch):

@@ -2,9 +2,8 @@
 
 from pytest import approx, fixture, mark, raises
 import torch
-import torch.nn.functional as F
 
-from nanollm.cache import copied, make_cache
+from nanollm.cache import make_cache
 from nanollm.checkpoint import from_hf
 from nanollm.model import Decoder
 from oracle import CASES, TOKENS, oracle, same, tiny
@@ -107,20 +106,3 @@ def test_gradients_reach_every_parameter():
         logits.square().mean().backward()
         for name, p in model.named_parameters():
             assert p.grad is not None and p.grad.isfinite().all(), name
-
-
-def test_one_token_is_read_whatever_the_strides_of_pytorch_s_attention(monkeypatch):
-    """On a GPU its output is a view of (B, T, H, D)."""
-    plain = F.scaled_dot_product_attention
-
-    def as_on_a_gpu(*args):
-        y = plain(*args).transpose(1, 2)
-        return y.contiguous().transpose(1, 2)
-
-    model = Decoder(tiny(n_heads=4, n_kv_heads=2))
-    caches = make_cache(model)
-    with torch.no_grad():
-        model(TOKENS[:, :8], caches)
-        expected = model(TOKENS[:, 8:9], copied(caches))
-        monkeypatch.setattr(F, "scaled_dot_product_attention", as_on_a_gpu)
-        assert torch.equal(model(TOKENS[:, 8:9], caches), expected)

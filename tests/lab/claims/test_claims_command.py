@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 
 from commands import refused
-from common import checkpoint_of_two_layers
 from foreign import foreign_checkpoint
-from lab import command_line, corpus
+from lab import corpus
 from lab.claims import claims_command, rules
 from lab.claims.claims_command import STORED
 from lab.claims.rules import CLAIMS, judge
 from lab.claims.subject import UNFIT, Subject
 from lab.loading import load
 from lab.tasks import TEXT, Tasks
-from nanollm import SHIPPED
 from nanollm.__main__ import main
 
 ROWS = json.loads(STORED.read_text())["rows"]
@@ -47,30 +45,6 @@ def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, ca
     out = capsys.readouterr().out
     assert out.count(UNFIT) == 10
     assert all(f"\n{name}  " in out for name in CLAIMS)
-
-
-@pytest.mark.parametrize(
-    "model, columns",
-    [
-        ("", ["built", "learned"]),
-        ("--model ../two/link", ["built", "learned"]),
-        ("--model own/built", ["built", "learned", "own/built/"]),
-    ],
-)
-def test_only_a_model_that_does_not_ship_has_a_third_column(
-    model, columns, tmp_path, monkeypatch
-):
-    two = tmp_path / "two"
-    folders = {name: checkpoint_of_two_layers(two / name) for name in SHIPPED}
-    monkeypatch.setattr(claims_command, "SHIPPED", folders)
-    monkeypatch.setattr(command_line, "TINY", folders["built"])  # the default
-    monkeypatch.chdir(two)
-    Path("link").symlink_to("learned")
-    checkpoint_of_two_layers(two / "own" / "built")
-    options = "--claims P3 --documents 3 --length 130 --seed 7"
-    found = run(two, *f"{options} {model}".split())
-    assert [row["model"] for row in found] == columns
-    assert [found[0][key] for key in ("seed", "documents", "tokens")] == [7, 3, 130]
 
 
 def test_facts_may_stand_in_a_text_of_ones_own(checkpoint, tmp_path, monkeypatch):

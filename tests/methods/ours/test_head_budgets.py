@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from pytest import raises
 import torch
 
 from common import B, H, TOKENS, decoder
@@ -18,8 +19,7 @@ def test_a_head_keeps_its_share_and_in_it_the_keys_least_like_the_others():
     model = decoder()
     shares = torch.tensor([[2.0, 0.5], [1.5, 0.0], [1.0, 1.0]])
     options = dict(budget=10, recent=0, sinks=0, shares=shares)
-    caches = make_cache(model, HeadBudgets, **options)
-    prefill(model, TOKENS, caches)
+    caches = read_with(model, options)
     order = torch.stack([likeness(layer).argsort(-1) for layer in caches])
     compress(model, TOKENS, caches)
     total = 0
@@ -31,6 +31,18 @@ def test_a_head_keeps_its_share_and_in_it_the_keys_least_like_the_others():
                 assert abs(len(kept) - 10 * shares[i, h]) <= 1
                 total += len(kept)
     assert total == B * 10 * shares.numel()
+    for wrong, message in (
+        (shares[:2], r"\(3, 2\), layers"),
+        (shares * torch.nan, "NaN"),
+    ):
+        with raises(ValueError, match=message):
+            compress(model, TOKENS, read_with(model, options | dict(shares=wrong)))
+
+
+def read_with(model, options):
+    caches = make_cache(model, HeadBudgets, **options)
+    prefill(model, TOKENS, caches)
+    return caches
 
 
 def test_calibration_counts_the_entries_of_kvzip_among_its_highest_quarter():

@@ -153,35 +153,6 @@ def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
     assert torch.equal(*twice)
 
 
-def test_steps_take_turns_among_questions_and_shares(monkeypatch):
-    model = decoder(**SIZE)
-    steps = []
-
-    def surprise(model, asked, keep):
-        steps.append((asked.tokens.tolist(), round(keep.mean().item(), 1)))
-        return (keep * 0).sum()
-
-    monkeypatch.setattr(question_gates, "surprise", surprise)
-    given = torch.ones(2, 8 * model.config.head_dim + 1, 2)
-    given[:, -1] = 0
-    names = ("copy", "needle")
-    shares = (0.5, 0.3, 0.2)
-    options = dict(
-        documents=2,
-        T=150,
-        rows=1,
-        seed=3,
-        shares=shares,
-        task_names=names,
-    )
-    taught(model, tasks("test"), given, steps=7, **options)
-    asked = ask(model, tasks("test"), names, 2, 150, 3, 1)
-    assert len(asked) == 4
-    assert asked[0].tokens.shape != asked[1].tokens.shape
-    expected = [(asked[i % 4].tokens.tolist(), shares[i % 3]) for i in range(7)]
-    assert steps == expected
-
-
 def test_calibration_begins_with_the_gates_of_a_few_texts(monkeypatch):
     def lessons(model, tasks, documents):
         return documents, tasks

@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 import sys
 
+from safetensors import SafetensorError
 from safetensors.torch import load as from_safetensors, save as as_bytes
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from nanollm.block_linear import number_format
 from nanollm.cache import Method, Slots
 
-VERSION = 5
+VERSION = 6
 GIVEN = "method", "model", "index", "watch"  # make_cache gives these to a store
 JSON_TYPES = bool, int, float, str, type(None)
 
@@ -55,10 +56,13 @@ def to_bytes(caches, **note) -> bytes:
     for i, layer in enumerate(layers):
         state = {name: x for name, x in state_of(layer).items() if name not in GIVEN}
         states.append(encode(state, str(i), tensors, layer))
+    if torch.is_tensor(getattr(caches, "tokens", None)):  # what a memory has read
+        tensors["tokens"] = caches.tokens
 
     model = layers[0].model
     head = dict(
         version=VERSION,
+        checksum=checksum(tensors),
         decoder=fingerprint(model),
         dtype=number_format(model),
         numbers=str(model.embed.weight.dtype),
@@ -79,14 +83,42 @@ def kind_of(layers: list[Slots]) -> dict:
     method = layers[0].method
     store = dict(name=type(layers[0]).__name__, **layers[0].options)
     return dict(
-        method=type(method).__name__, options=plain_options(method), store=store
+        method=type(method).__name__,
+        options=plain_options(method),
+        other_options=other_options(method),
+        store=store,
     )
 
 
 def plain_options(method: Method) -> dict:
-    """Return the options that JSON can hold. The others act only in the compression."""
+    """Return the options that JSON can hold."""
     options = {field.name: getattr(method, field.name) for field in fields(method)}
     return {name: x for name, x in options.items() if isinstance(x, JSON_TYPES)}
+
+
+def other_options(method: Method) -> dict[str, str]:
+    """Return in words the options that JSON cannot hold: of a tensor, its checksum.
+
+    An empty tensor stands for one that is not needed, as the prompt has been compressed.
+    """
+    words = {}
+    for field in fields(method):
+        x = getattr(method, field.name)
+        if isinstance(x, Tensor):
+            words[field.name] = checksum({"": x.cpu()}) if x.numel() else ""
+        elif not isinstance(x, JSON_TYPES):
+            words[field.name] = repr(x)
+    return words
+
+
+def checksum(tensors: dict[str, Tensor]) -> str:
+    """Return a hash of tensors and their names, in any order."""
+    digest = sha256()
+    for name in sorted(tensors):
+        x = tensors[name].contiguous()
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        digest.update(x.cpu().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
 
 
 def state_of(x) -> dict:
@@ -160,6 +192,8 @@ def fingerprint(model) -> str:
     """
     shape = json.dumps(vars(model.config), sort_keys=True, default=str)
     digest = sha256(shape.encode())
+    for acting in getattr(model, "adapters", []):  # of the bridge's models
+        digest.update(str(acting).encode())
     for weight in model.parameters():
         rounded = weight.detach().to("cpu", torch.bfloat16).contiguous()
         digest.update(rounded.view(torch.int16).numpy())  # numpy has no bfloat16
@@ -213,6 +247,10 @@ def load(file: Path | str, caches):
         )
     kind = kind_of(layers)
     written = {name: head[name] for name in kind}
+    for name, x in kind["other_options"].items():
+        if not x:
+            written["other_options"].pop(name, None)
+    kind["other_options"] = {name: x for name, x in kind["other_options"].items() if x}
     if written != kind:
         raise ValueError(
             f"{file} is of {described(written)}, and these caches are {described(kind)}; "
@@ -224,15 +262,23 @@ def load(file: Path | str, caches):
         )
 
     device = layers[0].w_o.device
-    tensors = from_safetensors(Path(file).read_bytes())
+    try:
+        tensors = from_safetensors(Path(file).read_bytes())
+    except SafetensorError:
+        tensors = {}
+    if checksum(tensors) != head["checksum"]:
+        raise ValueError(
+            f"{file} was cut off or damaged after it was written; read the text again"
+        )
     tensors = {name: x.to(device) for name, x in tensors.items()}
     for layer, state in zip(layers, head["layers"], strict=True):
         vars(layer).update(decode(state, tensors, layer))
     if hasattr(caches, "texts"):  # of the bridge
         caches.seen = layers[0].seen
-        caches.tokens = None
+        caches.tokens = tensors.get("tokens")
 
 
 def described(kind: dict) -> str:
     """Return method, options and store in words."""
-    return f"{kind['method']} with {kind['options']} in {kind['store']}"
+    options = kind["options"] | kind["other_options"]
+    return f"{kind['method']} with {options} in {kind['store']}"

@@ -1,5 +1,6 @@
 """A loaded cache answers bit for bit as the saved one; a file that does not fit is refused."""
 
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +12,13 @@ from common import caches_of, checkpoint_of_two_layers, decoder, tasks
 from nanollm import LEARNED, TINY
 from nanollm.__main__ import main
 from nanollm.bridge import attach
-from nanollm.cache import Method, compress, make_cache
+from nanollm.cache import Method, compress, crop, make_cache
 from nanollm.checkpoint import from_hf, hf_model
 from nanollm.generate import prefill
-from nanollm.saved import header, load, save
+from lab.saved import header, load, save
 from lab import ask
 from methods.baselines.snap_kv import SnapKV
+from methods.critical_kv import Critical
 from lab.one_page import PAGE
 from lab.methods_by_name import Variant, pick
 
@@ -64,12 +66,12 @@ sys.path.append(ROOT)
 from lab.methods_by_name import pick
 from nanollm.cache import make_cache
 from nanollm.checkpoint import from_hf
-from nanollm.saved import header, load
+from lab.saved import header, load
 folder, *names = sys.argv[1:]
 model, after, logits = from_hf(folder), torch.load(f"{folder}/after.pt"), {}
 for name in names:
     variant = pick([name])[name]
-    options = variant.given(gates=torch.zeros(1), **header(f"{folder}/{name}")["options"])
+    options = variant.given(gates=torch.empty(0), **header(f"{folder}/{name}")["options"])
     caches = make_cache(model, variant.kind, variant.store, **options)
     load(f"{folder}/{name}", caches)
     with torch.no_grad():
@@ -131,15 +133,39 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
 
     save_file(dict(x=torch.ones(2)), tmp_path / "weights")
     (tmp_path / "cut").write_bytes(file.read_bytes()[:500])
-    later = file.read_bytes().replace(b'version\\": 5', b'version\\": 4')
+    later = file.read_bytes().replace(b'version\\": 6', b'version\\": 5')
     (tmp_path / "later").write_bytes(later)
     for name, message in (
         ("weights", "not a saved cache"),
         ("cut", "not a saved cache"),
-        ("later", "version 4, .* version 5"),
+        ("later", "version 5, .* version 6"),
     ):
         with raises(ValueError, match=f"{name} .*{message}"):
             header(tmp_path / name)
+    data = file.read_bytes()
+    (tmp_path / "short").write_bytes(data[: len(data) * 3 // 4])
+    (tmp_path / "bits").write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    for name in "short", "bits":
+        with raises(ValueError, match="cut off or damaged"):
+            load(
+                tmp_path / name,
+                caches_of(model, METHODS["snap_kv"], **header(file)["options"]),
+            )
+
+    critical = header(file)["options"] | dict(select=Critical())
+    with raises(ValueError, match="these caches are SnapKV with .*Critical"):
+        load(file, make_cache(model, SnapKV, **critical))
+
+
+def test_caches_are_compressed_for_the_text_that_they_have_read(model):
+    tokens = torch.arange(40)[None]
+    caches = make_cache(model)
+    prefill(model, tokens, caches, 16)
+    crop(caches, 30)
+    prefill(model, tokens[:, 30:35], caches)
+    with raises(ValueError, match="another text"):
+        compress(model, tokens[:, 5:], caches)
+    compress(model, tokens[:, :35], caches)
 
 
 @torch.no_grad()
@@ -152,8 +178,11 @@ def test_a_memory_of_the_bridge_is_saved_and_loaded(tmp_path):
     save(memory, file)
     fresh = attach(bridged, SnapKV, **header(file)["options"])
     load(file, fresh)
+    again = deepcopy(fresh)
     one, other = (bridged(tokens[:, 79:], past_key_values=x) for x in (memory, fresh))
     assert torch.equal(one.logits, other.logits) and fresh.get_seq_length() == 90
+    with raises(ValueError, match="another text than the prompt"):
+        bridged.generate(tokens.roll(1), past_key_values=again, max_new_tokens=2)
 
 
 def test_a_question_in_own_words_ends_a_turn_and_the_answer_streams(monkeypatch):
