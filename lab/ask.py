@@ -9,10 +9,10 @@ import torch
 
 from lab.loading import loaded
 from lab.methods_by_name import pick
+from lab.saved import header, load
 from nanollm.cache import copied, make_cache
 from nanollm.check import whole
 from nanollm.generate import prefill
-from lab.saved import header, load
 from nanollm.tokenizer import opening
 
 

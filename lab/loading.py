@@ -1,19 +1,20 @@
 """Load what a command runs: a decoder, its tokenizer, and what methods learn of it."""
 
 from functools import cached_property, lru_cache
+import os
 from pathlib import Path
 import sys
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 import torch
 
 from lab.command_line import set_threads
 from lab.methods_by_name import Variant
+from lab.saved import fingerprint
 from lab.tasks import Tasks
 from nanollm import checkpoint, gguf, tokenizer
 from nanollm.block_linear import BYTES, fast_in_bfloat16, number_format
-from lab.saved import fingerprint
 
 # a folder for each decoder
 CALIBRATED = Path(__file__).parents[1] / "nanollm" / "calibrated"
@@ -136,17 +137,25 @@ def calibrated(variant: Variant, model, encoding, folder: Path | None = None) ->
     for file in [folder / name] if folder else CALIBRATED.glob(f"*/{name}"):
         if not file.exists():
             continue
-        with safe_open(file, "pt") as stored:
-            if stored.metadata().get("decoder") == decoder:
-                return {option: stored.get_tensor(option) for option in stored.keys()}
+        try:
+            with safe_open(file, "pt") as stored:
+                if stored.metadata().get("decoder") == decoder:
+                    return {name: stored.get_tensor(name) for name in stored.keys()}
+        except (AttributeError, SafetensorError):  # without metadata, or cut off
+            raise ValueError(
+                f"{file} does not hold what a method learned, or is damaged; remove it"
+            ) from None
         if folder:
             raise ValueError(
                 f"{file} was calibrated on another decoder; name another folder"
             )
+    if folder:  # found out before minutes of learning
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"{folder} is write-protected; name another folder")
     learn = kind.calibrate
     options = learn(model, training_tasks(encoding))
     if folder:
-        folder.mkdir(parents=True, exist_ok=True)
         save_file(options, folder / name, {"decoder": decoder})
     return options
 

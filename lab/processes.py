@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 import os
 import pickle
 import sys
+from threading import Thread
 
 import torch
 
@@ -25,11 +26,22 @@ def spread(function: Callable, items: Iterable, processes: bool = True) -> Itera
     # Forks inherit a global, so that they need only the number of an item.
     global work
     work = function, items
-    pool = ProcessPoolExecutor(n, get_context("fork"), torch.set_num_threads, (1,))
+    pool = ProcessPoolExecutor(n, get_context("fork"), begin)
     try:
         yield from map(pickle.loads, pool.map(done, range(len(items))))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def begin():
+    """Begin a process: with one thread, and no longer than the one that forked it."""
+    torch.set_num_threads(1)
+    Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent():
+    parent_process().join()
+    os._exit(1)
 
 
 def done(i: int) -> bytes:

@@ -111,13 +111,16 @@ def attention(
                 raise ValueError(
                     "the mask is not causal; leave it out, or give an attention_mask of padding"
                 )
-        with torch.no_grad():
+        # a model that is called as a decoder may have caches that learn
+        learns = torch.is_grad_enabled() and not memory.make
+        with torch.set_grad_enabled(learns):
             pos = torch.arange(cache.seen, cache.seen + T - skip, device=q.device)[None]
             # a text of which this call brings padding alone attends to nothing
             y = cache.attend(new_q, new_k, new_v, pos) if skip < T else new_q
         outputs.append(F.pad(y, (0, 0, skip, 0)))
     y = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    y = NoGradient.apply(y, q)
+    if memory.make:
+        y = NoGradient.apply(y, q)
     return y.transpose(1, 2).contiguous(), None
 
 

@@ -16,6 +16,7 @@ from methods.ours.question_gates import (
     taught,
 )
 from nanollm import TINY, checkpoint
+from nanollm.bridge import Bridged
 from nanollm.cache import make_cache
 from nanollm.generate import prefill
 
@@ -107,9 +108,20 @@ def test_a_question_of_the_training_meets_what_eviction_leaves():
     expected = -log_p.gather(-1, questions[:, -asked.n :, None]).mean()
     share = budget / context.shape[1] + 1e-9
     keep = chosen(s, share, FastKVzip.sinks, FastKVzip.recent)
-    # keys and values had 16 bits
-    found = surprise(model, asked, keep)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    keep.requires_grad_()
+    derivatives = []
+    for twin in (
+        Bridged(checkpoint.as_hf(model)),
+        model,
+    ):  # the bridge's first call is by a method
+        (asked,) = ask(twin, tasks("test"), ("needle",), 3, 150, 0, 3)
+        with torch.enable_grad():
+            found = surprise(twin, asked, keep)
+            derivatives += torch.autograd.grad(found, keep)
+        # keys and values had 16 bits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(*derivatives, rtol=1e-3, atol=1e-6)
+    assert derivatives[0].abs().max() > 1e-4
 
 
 def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
