@@ -72,8 +72,10 @@ def grade(args):
         command_line.check_output(args.csv, "table of points", lambda data: data.startswith(ours))
 
     rows = [header]
+    code = {file: file.read_bytes() for part in ("course", "nanollm", "methods", "lab")
+            for file in (ROOT / part).rglob("*.py")}
     with ThreadPoolExecutor(args.jobs or os.cpu_count()) as pool:
-        graded = pool.map(lambda folder: tested(folder, asked, ["public", "hidden"], args.seconds), folders)
+        graded = pool.map(lambda folder: tested_safely(folder, asked, args.seconds, code), folders)
         bar = tqdm(graded, total=len(folders), leave=False, unit="submission",
                    disable=len(folders) == 1 or None)  # None: unless a terminal shows it
         for folder, tests in zip(folders, bar):
@@ -86,10 +88,26 @@ def grade(args):
                 tqdm.write(line(f"{own:<40}", tests))
             if args.json:
                 command_line.replace(args.json, json.dumps(gradescope(tests), indent=1).encode())
-    if args.csv:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        command_line.replace(args.csv, text.getvalue().encode())
+            if args.csv:  # as they come
+                text = io.StringIO()
+                csv.writer(text, lineterminator="\n").writerows(rows)
+                command_line.replace(args.csv, text.getvalue().encode())
+
+
+def tested_safely(folder: Path, problems: list[str], seconds: float, code: dict[Path, bytes]) -> list[dict]:
+    """Return `tested`, or no points, with the reason, if the submission ended its grader.
+
+    code: our files, which are restored if an earlier submission has changed them.
+    """
+    for file, content in code.items():
+        if not file.exists() or file.read_bytes() != content:
+            file.write_bytes(content)
+    try:
+        return tested(folder, problems, ["public", "hidden"], seconds)
+    except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+        why = f"the grader was ended, or its output spoiled, while it ran this submission: {str(error)[:300]}"
+        return [dict(problem=problem, says="The tests run.", passed=False, why=why, public=True,
+                     worth=PROBLEMS[problem].points) for problem in problems]
 
 
 def tested(folder: Path, problems: list[str], files: list[str], seconds: float) -> list[dict]:
@@ -100,7 +118,8 @@ def tested(folder: Path, problems: list[str], files: list[str], seconds: float) 
     order = dict(folder=str(folder.resolve()), problems=problems, files=files, seconds=seconds)
     # -E ignores PYTHONOPTIMIZE, PYTHONPATH, … : the grader's shell must not change the points
     done = subprocess.run([sys.executable, "-E", "-m", "course.grader", json.dumps(order)], cwd=ROOT,
-                          env=os.environ | dict(OMP_NUM_THREADS="1"), capture_output=True, text=True)
+                          env=os.environ | dict(OMP_NUM_THREADS="1"), capture_output=True, text=True,
+                          timeout=600 + 60 * seconds)
     if done.returncode:
         raise RuntimeError(f"the tests did not run:\n{done.stderr[-4000:]}")
     found = json.loads(done.stdout)

@@ -7,12 +7,18 @@ process (submission.py, one per problem) and returns its result. The expected va
 no code of a submission runs here.
 """
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 import json
 from multiprocessing import get_context
+import os
 from pathlib import Path
+import signal
 import sys
+from threading import Event, Timer
+
+import psutil
 
 from course.assignments import PROBLEMS, asked, assignment_of
 from course.expect import Wrong, wrong
@@ -29,13 +35,15 @@ def results(folder: str, problems: list[str], files: list[str], seconds: float) 
     """
     if "pairs.factored" in problems:  # its adapter would import this, seconds of the first call's time
         import_module("torch._dynamo")
-    # all processes start before `cases` imports a test, so that none holds expected values
+    # All processes start before a test is imported, so that none holds expected values. No submitted code
+    # runs before all tests are imported, so that none can change their files.
     each = {problem: Submission(Path(folder), problem, seconds) for problem in problems}
+    to_run = {(problem, file): cases(problem, file) for problem in problems for file in files}
     tests = []
     for problem, submission in each.items():
         for file in files:
             run = runner(submission.call, trace=file == "public")
-            for says, test in cases(problem, file).items():
+            for says, test in to_run[problem, file].items():
                 why = failure(test, run)
                 tests.append(dict(problem=problem, says=says, passed=why is None, why=plain(why or ""),
                                   public=file == "public"))
@@ -111,6 +119,9 @@ class Submission:
         except ValueError as error:
             self.why = str(error)
             return
+        except (RecursionError, MemoryError):
+            self.why = f"{file} is nested too deeply to be read"
+            return
         self.connection, theirs = FORK.Pipe()
         self.process = FORK.Process(target=serve, args=(theirs, assignment_of(problem), file, source),
                                     daemon=True)
@@ -121,13 +132,19 @@ class Submission:
         """Return the answer of the process. Raise Wrong with the reason if there is none."""
         if self.why:
             wrong(self.why)
+        late = Event()
+        # the half of a message would be waited for without end
+        timer = Timer(self.seconds, lambda: (late.set(), self.end()))
+        timer.start()
         try:
             self.connection.send_bytes(packed([name, args]))
-            if not self.connection.poll(self.seconds):
-                self.give_up(f"your function ran for more than {self.seconds:g} s")
             data = self.connection.recv_bytes()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
+            if late.is_set():
+                self.give_up(f"your function ran for more than {self.seconds:g} s")
             self.give_up("the process ended before your function returned")
+        finally:
+            timer.cancel()
         try:
             return unpacked(data)
         except Exception:
@@ -140,9 +157,18 @@ class Submission:
         wrong(why)
 
     def end(self):
-        if self.process:
+        """End the process, and those that it has started."""
+        if not self.process or not self.process.is_alive():
+            return
+        others = psutil.Process(self.process.pid).children(recursive=True)
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has no group yet
             self.process.kill()
-            self.process.join()
+        for other in others:  # that may have left the group
+            with suppress(psutil.NoSuchProcess):
+                other.kill()
+        self.process.join()
 
 
 def handed_in(folder: Path, file: str) -> str:

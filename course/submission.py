@@ -40,6 +40,7 @@ class Submitted(MetaPathFinder, Loader):
 
 def serve(connection: Connection, assignment: str, file: str, source: str):
     """Answer calls until the grader ends this process. `source` is the submitted text of `file`."""
+    os.setsid()  # what the submission starts is in its group, and ends with it
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 
+import psutil
 from pytest import approx, fixture, mark, raises
 
 from course import command
@@ -33,7 +34,7 @@ def handed_out(tmp_path_factory):
 
 FAULTY = {
     # what the grader says of a function, and the function
-    "grid": ("more than 2 s", "import time; time.sleep(999)"),
+    "grid": ("more than 2 s", "import os, time; os.fork(); time.sleep(999)"),
     "chunk_scores": ("the process ended", "import os; os._exit(0)"),
     "ranking": ("in place", "order = score.argsort(-1); score.zero_(); return order"),
     "cut_to": (
@@ -102,12 +103,42 @@ def test_a_fault_costs_its_own_problem_only(graded):
     for name, (says, _) in FAULTY.items():
         for test in tests[f"chunks.{name}"]:
             assert says in test["output"]
+    running = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert not any("course.grader" in (words or []) for words in running)
     # one call was stopped, and no other begun
     assert len({test["output"] for test in tests["chunks.grid"]}) == 2
     for test in tests["chunks.cut_to"]:
         text = test["output"]
         assert len(text) <= 5000 and text.replace("\n", "").isprintable()
         assert ('File "methods/chunk_kv.py' in text) == test["extra_data"]["public"]
+
+
+def test_a_submission_costs_no_other_its_points(tmp_path):
+    """One kills its grader, one leaves a message unfinished; a third is right."""
+    half = "import os, time; [os.write(n, bytes(2)) for n in range(3, 30) if pipe(n)]; time.sleep(99)"
+    attacks = dict(
+        kills="import os; os.kill(os.getppid(), 9)", unfinished=half, right=""
+    )
+    file = PROBLEMS["cache.visible"].file
+    for name, attack in attacks.items():
+        folder = tmp_path / name
+        (folder / file).parent.mkdir(parents=True)
+        text = (ROOT / file).read_text()
+        if attack:
+            text = emptied(text, [PROBLEMS["cache.visible"].function])
+            text = text.replace("raise NotImplementedError", attack)
+            text += "\n\ndef pipe(n):\n    import os, stat\n    try:\n"
+            text += "        return stat.S_ISSOCK(os.fstat(n).st_mode)\n"
+            text += "    except OSError:\n        return False\n"
+        (folder / file).write_text(text)
+    points = tmp_path / "points.csv"
+    folders = " ".join(str(tmp_path / name) for name in attacks)
+    command.main(
+        f"grade {folders} --only cache.visible --seconds 2 --csv {points}".split()
+    )
+    scored = {row[0]: float(row[-1]) for row in [*csv.reader(points.open())][1:]}
+    most = PROBLEMS["cache.visible"].points
+    assert scored == dict(kills=0, unfinished=0, right=most)
 
 
 @mark.slow
