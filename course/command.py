@@ -97,17 +97,18 @@ def grade(args):
 def tested_safely(folder: Path, problems: list[str], seconds: float, code: dict[Path, bytes]) -> list[dict]:
     """Return `tested`, or no points, with the reason, if the submission ended its grader.
 
-    code: our files, which are restored if an earlier submission has changed them.
+    code: our files, which are restored if the submission has changed them.
     """
-    for file, content in code.items():
-        if not file.exists() or file.read_bytes() != content:
-            file.write_bytes(content)
     try:
         return tested(folder, problems, ["public", "hidden"], seconds)
     except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
         why = f"the grader was ended, or its output spoiled, while it ran this submission: {str(error)[:300]}"
         return [dict(problem=problem, says="The tests run.", passed=False, why=why, public=True,
                      worth=PROBLEMS[problem].points) for problem in problems]
+    finally:
+        for file, content in code.items():
+            if not file.exists() or file.read_bytes() != content:
+                file.write_bytes(content)
 
 
 def tested(folder: Path, problems: list[str], files: list[str], seconds: float) -> list[dict]:

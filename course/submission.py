@@ -13,10 +13,13 @@ import os
 from pathlib import Path
 import resource
 import sys
+from threading import Thread
 import traceback
 
 import psutil
 import torch
+
+from lab.processes import end_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 GiB = 2 ** 30
@@ -40,6 +43,7 @@ class Submitted(MetaPathFinder, Loader):
 
 def serve(connection: Connection, assignment: str, file: str, source: str):
     """Answer calls until the grader ends this process. `source` is the submitted text of `file`."""
+    Thread(target=end_with_parent, daemon=True).start()
     os.setsid()  # what the submission starts is in its group, and ends with it
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))

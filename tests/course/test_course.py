@@ -115,7 +115,8 @@ def test_a_fault_costs_its_own_problem_only(graded):
 
 def test_a_submission_costs_no_other_its_points(tmp_path):
     """One kills its grader, one leaves a message unfinished; a third is right."""
-    half = "import os, time; [os.write(n, bytes(2)) for n in range(3, 30) if pipe(n)]; time.sleep(99)"
+    half = "import os, time; [os.write(n, b'00') for n in range(3, 30) if pipe(n)]; "
+    half += "time.sleep(99)"
     attacks = dict(
         kills="import os; os.kill(os.getppid(), 9)", unfinished=half, right=""
     )

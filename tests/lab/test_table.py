@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 
 from lab import table
 
@@ -49,23 +48,6 @@ def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
     row["keep_ratio"] = None
     assert table.budget(row) == "(40 %)"
     assert table.budget(row | dict(slots=100)) == "all"
-
-
-@pytest.mark.parametrize("short", [False, True])
-def test_the_columns_are_the_tasks_of_the_row_and_stand_under_their_names(short):
-    tasks = ["hops", "few_shot"]
-    shares = {f"{task}_{setting}": 0.5 for task in tasks for setting in table.SETTINGS}
-    others = {key: x for key, x in measured().items() if key not in SHARES}
-    del others["needle_aware_se"]
-    row = table.row_of("h2o", 0.5, 300, dict(seed=4, documents=5), shares | others)
-    assert table.tasks_of(row) == tasks
-    head, *_, above, names = table.header(row, short).splitlines()
-    assert "300 tokens" in head and "at most 0.25" in head  # ½ / √(5 − 1)
-    line = table.show(row, short)
-    assert len(names) == len(line)
-    for task in tasks:
-        end = above.index(task.replace("_", "-")) + len(task)
-        assert line[:end].endswith("0.50") and names[:end].endswith("agnostic")
 
 
 def rows(**methods) -> list[dict]:
