@@ -152,7 +152,7 @@ def calibrated(variant: Variant, model, encoding, folder: Path | None = None) ->
     if folder:  # found out before minutes of learning
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
-            raise ValueError(f"{folder} is write-protected; name another folder")
+            raise ValueError(f"{folder} is write-protected; name another")
     learn = kind.calibrate
     options = learn(model, training_tasks(encoding))
     if folder:

@@ -57,7 +57,7 @@ REFUSED = {
 
 
 class InUse(local):
-    """The memory of the call that runs in this thread, and that of its `generate`."""
+    """The memory of the call that runs in this thread, and the decoder of its `generate`."""
 
     memory = None
     generates = None
@@ -203,13 +203,11 @@ class Bridged:
         check_forward(self, tokens, caches, last or None)
         if not self.reads_again:
             raise ValueError(
-                "this method reads the text again, and the memory has read embeddings or an image; "
-                "use another method, such as snap_kv"
+                "this method reads the text again, but it was embeddings or an image; use snap_kv"
             )
         if self.model.get_output_embeddings() is None:
             raise ValueError(
-                f"{type(self.model).__name__} has no head for logits; "
-                "load the model with AutoModelForCausalLM"
+                f"{type(self.model).__name__} has no head; load AutoModelForCausalLM"
             )
         memory = None
         if caches:
@@ -293,7 +291,7 @@ def generate(model, *args, **kwargs):
             raise ValueError(
                 "guidance_scale reads a second text, with a full cache of its own; leave it out"
             )
-    in_use.generates = memory
+        in_use.generates = memory.model.decoder
     try:
         return type(model).generate(model, *args, **kwargs)
     finally:
@@ -312,7 +310,7 @@ def before(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
         call.pop("cache", None)
     memory = find_memory(call)
     if memory is None:
-        if in_use.generates and in_use.generates.model.decoder is decoder:
+        if in_use.generates is decoder:
             raise ValueError(
                 "a call within `generate` has no memory: Phi-3 leaves it behind past its original "
                 "length, so keep the text shorter; and a logits processor may not call the model"

@@ -56,8 +56,7 @@ def constructed(Kind: type, options: dict):
     """Return the method Kind(**options). ValueError if an option is unknown or of a wrong type."""
     if not isinstance(Kind, type):
         raise ValueError(
-            f"{Kind!r:.60} is not a method's class, such as methods.baselines.snap_kv.SnapKV; "
-            "lab.ask and the commands know methods by name"
+            f"{Kind!r:.60} is not a class, such as SnapKV; lab.questions takes names"
         )
     name = Kind.__name__
     known = [field.name for field in fields(Kind)]

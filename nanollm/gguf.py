@@ -147,9 +147,7 @@ def check_file(reader, about: dict):
     """Raise ValueError if a file is one of several, or in the other order of bytes."""
     parts = about.get("split.count", 1)
     if parts > 1:
-        raise ValueError(
-            f"it is one of {parts} parts; join them with llama-gguf-split --merge"
-        )
+        raise ValueError(f"it is one of {parts} parts; join them: llama-gguf-split")
     if reader.byte_order == "S":
         raise ValueError("it is big-endian; convert it with gguf-convert-endian")
 
@@ -165,9 +163,8 @@ def scaling_of(factors: Tensor, config: Config) -> dict:
         high_freq_factor=4.0,
         original_max_position_embeddings=8192,
     )
-    plain = rope_frequencies(config)
     scaled = rope_frequencies(replace(config, rope_scaling=scaling))
-    if not torch.allclose(scaled * factors, plain, rtol=1e-3):
+    if not torch.allclose(scaled * factors, rope_frequencies(config), rtol=1e-3):
         raise ValueError("its rope_freqs.weight is not Llama 3.1's scaling")
     return scaling
 

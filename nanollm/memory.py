@@ -62,8 +62,7 @@ class Memory(Cache):
         B, T = tokens.shape
         if self.caches[0].prompt_done:
             raise ValueError(
-                "this memory is compressed already; call begin_turn(), and let the model read the "
-                "next turn"
+                "this memory is compressed already; call begin_turn and read the next turn"
             )
         if self.seen != T or len(self.texts) != B:
             raise ValueError(
@@ -112,8 +111,7 @@ class Memory(Cache):
             )
         if call.get("use_cache") is False:
             raise ValueError(
-                "use_cache=False feeds the whole text anew at every step; leave it out, or set "
-                "model.generation_config.use_cache to True"
+                "use_cache=False feeds the whole text anew at every step; set it to True"
             )
         if call.get("output_attentions") or decoder.config.output_attentions:
             raise ValueError(
@@ -152,8 +150,7 @@ class Memory(Cache):
             shown = past if past.dtype == torch.bool else past == 0
             if not shown.all():
                 raise ValueError(
-                    "the mask hides tokens that the memory has read; leave it out, or give an "
-                    "attention_mask of padding"
+                    "the mask hides tokens that the memory has read; leave it out"
                 )
         pads = self.pads_of(mask, B, end)
         shift = self.shift_of(call.get("position_ids"), pads, end)

@@ -46,8 +46,7 @@ class HeadBudgets(KVzip):
         right = len(layers), layers[0].k.shape[1]
         if self.shares is not None and self.shares.shape != right:
             raise ValueError(
-                f"shares {tuple(self.shares.shape)} must be {right}, layers and heads; "
-                "use those that HeadBudgets.calibrate makes for this decoder"
+                f"shares {tuple(self.shares.shape)} must be {right}, layers and heads of the model"
             )
         scores = []
         for i, layer in enumerate(layers):

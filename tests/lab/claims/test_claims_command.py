@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from commands import refused
@@ -11,10 +10,8 @@ from foreign import foreign_checkpoint
 from lab import corpus
 from lab.claims import claims_command, rules
 from lab.claims.claims_command import STORED
-from lab.claims.rules import CLAIMS, judge
-from lab.claims.subject import UNFIT, Subject
-from lab.loading import load
-from lab.tasks import TEXT, Tasks
+from lab.claims.rules import CLAIMS
+from lab.claims.subject import UNFIT
 from nanollm.__main__ import main
 
 ROWS = json.loads(STORED.read_text())["rows"]
@@ -45,24 +42,6 @@ def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, ca
     out = capsys.readouterr().out
     assert out.count(UNFIT) == 10
     assert all(f"\n{name}  " in out for name in CLAIMS)
-
-
-def test_facts_may_stand_in_a_text_of_ones_own(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(claims_command, "SHIPPED", {})
-    text = "otherwise " * 900
-    file = tmp_path / "text"
-    file.write_text(text)
-    options = "--claims P3 --documents 2 --length 130 --seed 7".split()
-    (found,) = run(tmp_path, *options, "--model", checkpoint, "--text", file)
-    model, encoding = load(checkpoint)
-    own = Subject(model, Tasks(encoding, "test", text), 7, 2, 130)
-    alone = judge("P3", own).numbers
-    assert found["numbers"] == {name: [*x] for name, x in alone.items()}
-    assert own.text.tokens[:, 5:].unique().numel() < 9
-    for task in "needle", "unmarked long needle":
-        (part,) = own.recorded(task)
-        batch = part.batches[task]
-        assert len(np.unique(batch.tokens[batch.roles == TEXT])) < 9
 
 
 def test_beside_another_model_the_shipped_columns_are_the_stored_ones(

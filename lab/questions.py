@@ -1,0 +1,96 @@
+"""Read a text once with a model of transformers, and go on from its compressed cache.
+
+    with compressed(model, ids, "kvzip", keep=0.125) as memory:
+        model.generate(longer_ids, past_key_values=memory)
+
+    answers = ask(model, tokenizer, text, ["Who came?", "When?"], "kvzip", keep=0.125)
+
+A keep ratio of 12.5 % is what NVIDIA/kvpress calls a compression_ratio of 0.875. The budget counts
+all entries of a head, those of an observation window too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+
+import torch
+from torch import Tensor
+
+from lab.methods_by_name import pick
+from lab.retrieval import budget_for
+from nanollm.bridge import attach, detach
+from nanollm.memory import Memory
+
+QUESTION = "\n\nQUESTION"  # where the question goes in a chat template
+
+
+@contextmanager
+@torch.no_grad()
+def compressed(
+    model, tokens: Tensor, method: str = "kvzip", keep: float = 0.125, **options
+) -> Iterator[Memory]:
+    """Yield a memory that has read tokens (1, T) and compressed them; detach the model afterwards.
+
+    keep: keep ratio, from 0 to 1. options: of the method. ValueError if the name or an option is
+    wrong, or the method needs what it learns of a model (give that as an option).
+    """
+    variant = pick([method])[method]
+    options = variant.given(budget=budget_for(keep, tokens.shape[1])) | options
+    memory = attach(model, variant.kind, variant.store, **options)
+    try:
+        for part in tokens.split(512, 1):
+            model(part, past_key_values=memory, logits_to_keep=1)
+        memory.compress(tokens)
+        yield memory
+    finally:
+        detach(model)
+
+
+@torch.no_grad()
+def ask(
+    model,
+    tokenizer,
+    text: str,
+    questions: list[str],
+    method: str = "kvzip",
+    keep: float = 0.125,
+    new: int = 48,
+    **options,
+) -> list[str]:
+    """Return an answer to each question, of at most `new` tokens, by greedy decoding.
+
+    The text is read once. Questions with equally many tokens are answered at once.
+    """
+    before, after = text, "\n\n"
+    if tokenizer.chat_template:
+        chat = [dict(role="user", content=text + QUESTION)]
+        whole = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True
+        )
+        before, _, after = whole.rpartition(QUESTION)
+
+    def encoded(part, special):
+        ids = tokenizer(part, add_special_tokens=special, return_tensors="pt").input_ids
+        return ids.to(model.device)
+
+    context = encoded(before, not tokenizer.chat_template)
+    asked = [encoded(f"\n\n{question}{after}", False) for question in questions]
+    answers = [""] * len(questions)
+    with compressed(model, context, method, keep, **options) as memory:
+        for n in sorted({ids.shape[1] for ids in asked}):
+            some = [i for i, ids in enumerate(asked) if ids.shape[1] == n]
+            ends = torch.cat([asked[i] for i in some])
+            prompts = torch.cat((context.expand(len(some), -1), ends), 1)
+            written = model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                past_key_values=deepcopy(memory),
+                max_new_tokens=new,
+                do_sample=False,
+            )
+            ended = tokenizer.batch_decode(
+                written[:, prompts.shape[1] :], skip_special_tokens=True
+            )
+            for i, answer in zip(some, ended):
+                answers[i] = answer.strip()
+    return answers

@@ -1,0 +1,64 @@
+"""Questions on a text that was read once: the answers are those of each question alone."""
+
+from types import SimpleNamespace
+
+from pytest import mark, raises
+import torch
+
+from common import ENCODING
+from lab.questions import ask, compressed
+from methods.baselines.kvzip import KVzip
+from nanollm import TINY
+from nanollm.bridge import attach
+from nanollm.checkpoint import hf_model
+
+TEXT = "The code of table is 52. The code of river is 18. " * 3
+
+
+class Words:
+    """As transformers' tokenizers are called."""
+
+    def __init__(self, chat_template):
+        self.chat_template = chat_template
+
+    def __call__(self, text, add_special_tokens, return_tensors):
+        ids = [1] * add_special_tokens + ENCODING.encode_ordinary(text)
+        return SimpleNamespace(input_ids=torch.tensor([ids]))
+
+    def apply_chat_template(self, chat, tokenize, add_generation_prompt):
+        return self.chat_template.format(chat[0]["content"])
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [ENCODING.decode(row.tolist()) for row in rows]
+
+
+@mark.parametrize(
+    "template, start, end",
+    [(None, "", "\n\n"), ("I: {}\nA:", "I: ", "\nA:")],
+)
+@torch.no_grad()
+def test_a_text_is_read_once_and_each_question_is_answered_as_alone(
+    template, start, end
+):
+    model, words = hf_model(TINY), Words(template)
+    questions = [
+        "The code of river is",
+        "The code of table is",
+        "What is it that came?",
+    ]
+    context = words(start + TEXT, template is None, "pt").input_ids
+    expected = []
+    for question in questions:
+        asked = words(f"\n\n{question}{end}", False, "pt").input_ids
+        memory = attach(model, KVzip, budget=context.shape[1] // 2)
+        model(context, past_key_values=memory)
+        memory.compress(context)
+        prompt = torch.cat((context, asked), 1)
+        written = model.generate(
+            prompt, past_key_values=memory, max_new_tokens=6, do_sample=False
+        )
+        expected.append(ENCODING.decode(written[0, prompt.shape[1] :].tolist()).strip())
+    assert ask(model, words, TEXT, questions, "kvzip", 0.5, 6) == expected
+    with raises(ZeroDivisionError), compressed(model, context, "kvzip") as memory:
+        assert memory.seen and 1 / 0
+    assert not hasattr(model, "attachment")
