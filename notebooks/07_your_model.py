@@ -24,6 +24,7 @@ from nanollm.cache import Method, bytes_in_16_bits, cache_bytes
 from lab import plot, table
 from lab.loading import load
 from lab.methods_by_name import Variant, pick
+from lab.questions import compressed
 from nanollm.bridge import Bridged, attach, detach
 from lab.benchmark import build, run, standard_error
 from lab.retrieval import maker
@@ -82,6 +83,15 @@ written = model.generate(prompt, past_key_values=memory, max_new_tokens=len(righ
 detach(model)
 
 print("answer:", encoding.decode(written[0, answer.start:].tolist()))
+
+# %% [markdown]
+# `compressed` does the first three steps and the last, so that their order cannot be wrong. It knows methods by name, and takes a keep ratio: 25 % is what kvpress calls a `compression_ratio` of 0.75. (`ask`, beside it, takes a text and questions in words.)
+
+# %%
+with compressed(model, prompt, "snap_kv", keep=64 / prompt.shape[1], window_size=8) as memory:
+    again = model.generate(prompt, past_key_values=memory, max_new_tokens=len(right),
+                           do_sample=False)
+print("the same answer:", torch.equal(again, written))
 
 # %% [markdown]
 # Here the question was part of the compressed prompt, so its queries scored the entries. This setting is called **aware**. In the setting **agnostic** the text is compressed first, and the question comes later.
