@@ -94,6 +94,12 @@ def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
 
     A key has `cache.vectors` times the numbers of a query (2 in tensor attention).
     """
+    looked = cache.notes or cache.method.entry
+    if cache.forgotten is not None and looked:
+        raise ValueError(
+            "the method has looked at tokens that were forgotten; compress first, or read the text "
+            "into new caches"
+        )
     B, H, T, D = k.shape
     fit = v.shape == k.shape and T and q.shape[::2] == (B, T) and q.shape[1] % H == 0
     if not fit or q.shape[3] * cache.vectors != D:

@@ -47,6 +47,10 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
         )
     for part in tokens.split(T if chunk_size is None else chunk_size, 1):
         logits = model(part, caches, last=1)
+    if logits.isnan().any():
+        raise ValueError(
+            f"the logits are NaN, for numbers overflow in {logits.dtype}; use bfloat16 or float32"
+        )
     return logits[:, -1]
 
 

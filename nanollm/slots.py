@@ -249,6 +249,7 @@ class Slots:
             slots[:, :, part] = new.get(name, 0)
         self.length = end
         self.seen += k.shape[2]
+        self.forgotten = None
 
     def allocate(self, k: Tensor, v: Tensor, n: int):
         """Make buffers of n slots for entries like k and v (B, H, _, D)."""

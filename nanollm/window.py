@@ -81,6 +81,11 @@ class Window:
                 self.empty = F.pad(self.empty, (0, forgotten))
         self.n = self.k.shape[2] - self.q.shape[3]  # slots before the window
         self.w = layer.length - self.n  # the window's own slots, which stay
+        if self.w < 0:
+            raise ValueError(
+                f"of the window's {self.q.shape[3]} tokens and {-self.w} before it none are left; "
+                "read the text into new caches"
+            )
 
     @property
     def room(self) -> int:

@@ -24,27 +24,20 @@ import math
 
 import torch
 from torch import Tensor
-import torch.nn.functional as F
 
 from methods.baselines.snap_kv import HighestScores, SnapKV
 from nanollm.attention import visible, wide
-from nanollm.check import whole
 from nanollm.window import Selection, Window, WindowMethod
 
 
 @dataclass(frozen=True)
 class Residual(Selection):
-    """Select by `inner`, and add residual entries for the evicted tokens.
+    """Select by `inner`, and add a residual entry for the evicted tokens.
 
-    A head whose budget is below `entries`, or that evicts nothing, gets no residual entry.
+    A head without a budget, or that evicts nothing, gets no residual entry.
     """
 
-    inner: Selection = HighestScores()  # chooses the entries beside the residual ones
-    # residual entries per head, in the budget; each stands for a run of tokens
-    entries: int = 1
-    rounds: int = 0  # rounds of k-means on the keys, which turn the runs into clusters
-    # fraction of the evicted tokens' weight that the residual entries get
-    share: float = 1.0
+    inner: Selection = HighestScores()  # chooses the entries beside the residual one
     again = False  # evicted tokens have no window scores later
 
     def __post_init__(self):
@@ -52,10 +45,6 @@ class Residual(Selection):
             raise ValueError(
                 "residual entries cannot stand for residual ones; add them once"
             )
-        whole("entries", self.entries, 1, 1000)
-        whole("rounds", self.rounds, 0, 100)
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share is {self.share}; it must be above 0 and at most 1")
 
     def check(self, method: WindowMethod):
         self.inner.check(method)
@@ -66,9 +55,9 @@ class Residual(Selection):
         scores: Tensor,
         budget: int | Tensor,
     ) -> Tensor:
-        """Return the mask of `inner`'s slots, and of one evicted slot for each residual entry."""
-        kept, member = self.split(window, scores, budget)
-        return kept | newest(member).any(2)
+        """Return the mask of `inner`'s slots, and of one evicted slot for the residual entry."""
+        kept, gone = self.split(window, scores, budget)
+        return kept | newest(gone)
 
     def split(
         self,
@@ -76,12 +65,11 @@ class Residual(Selection):
         scores: Tensor,
         budget: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return what `inner` keeps, (B, H, n), and the groups of what it evicts, (B, H, E, n)."""
+        """Return what `inner` keeps, and what the residual entry stands for, (B, H, n) each."""
         budget = torch.as_tensor(budget, device=scores.device).expand(scores.shape[:2])
-        room = (budget >= self.entries) & (budget < window.n)  # (B, H)
-        kept = self.inner(window, scores, budget - self.entries * room)
-        k = window.layer.k[:, :, : window.n]
-        return kept, self.groups(k, ~kept & room[..., None], scores.mean(2))
+        room = (budget > 0) & (budget < window.n)  # (B, H)
+        kept = self.inner(window, scores, budget - room.int())
+        return kept, ~kept & room[..., None]
 
     def apply(
         self,
@@ -89,50 +77,30 @@ class Residual(Selection):
         scores: Tensor,
         budget: int | Tensor,
     ):
-        """Put each residual entry into its slot, then keep the chosen slots and the window."""
+        """Put the residual entry into its slot, then keep the chosen slots and the window."""
         layer = window.layer
-        kept, member = self.split(window, scores, budget)
+        kept, gone = self.split(window, scores, budget)
 
-        # key, value and bias of each group of evicted tokens
-        weight = mean_weights(member, scores.mean(2)).to(layer.k)
+        # key, value and bias of the evicted tokens
+        weight = mean_weights(gone, scores.mean(2)).to(layer.k).unsqueeze(2)
         key = weight @ layer.k[:, :, : window.n]
         value = weight @ layer.v[:, :, : window.n]
         # Σ_t Σ_i α_{t,i}
-        total = window.method.window_size * (member * scores.sum(2).unsqueeze(2)).sum(
-            -1
-        )
-        bias = (self.share * total).log() - reach(window, key)
+        total = window.method.window_size * (gone * scores.sum(2)).sum(-1)
+        bias = total.log() - reach(window, key)
 
-        # each takes the slot, and so the position, of its group's newest token
-        slot = newest(member)  # (B, H, E, n)
+        # it takes the slot, and so the position, of the newest of them
+        slot = newest(gone)  # (B, H, n)
         layer.add_bias()
-        for name, new in dict(k=key, v=value, bias=bias).items():
+        for name, new in dict(k=key[:, :, 0], v=value[:, :, 0], bias=bias).items():
             layer.put(name, placed(layer.slot(name), slot, new))
-        kept = kept | slot.any(2)
-        layer.keep_chosen(window.with_window(kept))
-
-    def groups(
-        self,
-        k: Tensor,
-        gone: Tensor,
-        scores: Tensor,
-    ) -> Tensor:
-        """Split the evicted tokens, gone (B, H, n), into groups: a mask (B, H, entries, n)."""
-        order = gone.cumsum(-1)  # the i-th evicted token has i
-        count = order[..., -1:].clamp(min=1)
-        group = (order - 1).clamp(min=0) * self.entries // count
-        member = F.one_hot(group, self.entries).mT.bool() & gone.unsqueeze(2)
-        for _ in range(self.rounds):
-            centre = mean_weights(member, scores).to(k) @ k
-            group = torch.cdist(k, centre).argmin(-1)
-            member = F.one_hot(group, self.entries).mT.bool() & gone.unsqueeze(2)
-        return member
+        layer.keep_chosen(window.with_window(kept | slot))
 
 
-def newest(member: Tensor) -> Tensor:
-    """Return a mask of each group's newest token: member (B, H, E, n) 0 1 1 0 → 0 0 1 0."""
-    later = member.int().flip(-1).cumsum(-1).flip(-1)  # members here or later: 2 2 1 0
-    return member & (later == 1)
+def newest(gone: Tensor) -> Tensor:
+    """Return a mask of each head's newest evicted token: gone (B, H, n) 0 1 1 0 → 0 0 1 0."""
+    later = gone.int().flip(-1).cumsum(-1).flip(-1)  # evicted here or later: 2 2 1 0
+    return gone & (later == 1)
 
 
 def placed(
@@ -140,15 +108,15 @@ def placed(
     slot: Tensor,
     new: Tensor,
 ) -> Tensor:
-    """Return x (B, H, S, ...) with new (B, H, E, ...) in the slots of a mask (B, H, E, n)."""
+    """Return x (B, H, S, ...) with new (B, H, ...) in the slots of a mask (B, H, n)."""
     x = x.clone()
-    b, h, e, i = slot.nonzero(as_tuple=True)
-    x[b, h, i] = new[b, h, e].to(x.dtype)
+    b, h, i = slot.nonzero(as_tuple=True)
+    x[b, h, i] = new[b, h].to(x.dtype)
     return x
 
 
 def reach(window: Window, key: Tensor) -> Tensor:
-    """Return log Σ_t exp(q_t·k̄/√D − log Z_t) of keys k̄ (B, H, E, D): (B, H, E).
+    """Return log Σ_t exp(q_t·k̄/√D − log Z_t) of keys k̄ (B, H, 1, D): (B, H).
 
     The sum is over the window's queries of all query heads of the group.
     """
@@ -158,12 +126,12 @@ def reach(window: Window, key: Tensor) -> Tensor:
     seen = visible(token[:, None], None, token[:, -q.shape[3] :]).unsqueeze(2)
     score = (q @ keys.unsqueeze(2).mT).masked_fill(~seen, -math.inf)
     log_z = score.logsumexp(-1, keepdim=True)
-    return (q @ wide(key).unsqueeze(2).mT - log_z).logsumexp((2, 3))
+    return (q @ wide(key).unsqueeze(2).mT - log_z).logsumexp((2, 3, 4))
 
 
-def mean_weights(member: Tensor, scores: Tensor) -> Tensor:
-    """Return weights (B, H, E, n) of a group's mean, ∝ scores (B, H, n); 0 if it is empty."""
-    weight = member * scores.unsqueeze(2)
+def mean_weights(gone: Tensor, scores: Tensor) -> Tensor:
+    """Return weights (B, H, n) of the evicted tokens' mean, ∝ scores; 0 if there are none."""
+    weight = gone * scores
     total = weight.sum(-1, keepdim=True)
     return weight / total.clamp(min=torch.finfo(scores.dtype).tiny)
 

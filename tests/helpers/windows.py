@@ -160,31 +160,19 @@ def residual(
     k,
     v,
     rows,
-    entries,
-    rounds=0,
-    share=1.0,
-    **_,
 ):
-    """Return slots for the evicted tokens `gone`: q (G, w, D), k, v (T, D), rows (G, w, T)."""
+    """Return the slot for the evicted tokens `gone`: q (G, w, D), k, v (T, D), rows (G, w, T)."""
     _, w, T = rows.shape
     Z = (q @ k.T / math.sqrt(D)).exp().tril(T - w).sum(-1)
     scores = rows.mean((0, 1))
 
-    def mean_of(x, group):
-        return (scores[group, None] * x[group]).sum(0) / scores[group].sum()
+    def mean_of(x):
+        return (scores[gone, None] * x[gone]).sum(0) / scores[gone].sum()
 
-    own = [j * entries // len(gone) for j in range(len(gone))]  # each one's group
-    for _ in range(rounds + 1):
-        groups = [[i for i, g in zip(gone, own) if g == j] for j in range(entries)]
-        centres = torch.stack([mean_of(k, group) for group in groups])
-        own = [int((k[i] - centres).norm(dim=1).argmin()) for i in gone]
-
-    slots = {}
-    for group, key in zip(groups, centres):
-        reach = ((q @ key / math.sqrt(D)).exp() / Z).sum()
-        bias = (share * rows[..., group].sum() / reach).log()
-        slots[max(group)] = Slot(key, mean_of(v, group), bias)
-    return slots
+    key = mean_of(k)
+    reach = ((q @ key / math.sqrt(D)).exp() / Z).sum()
+    bias = (rows[..., gone].sum() / reach).log()
+    return {max(gone): Slot(key, mean_of(v), bias)}
 
 
 # ---- cases and prompts ---
@@ -397,9 +385,7 @@ class Walk:
 
     def keep(self, b, h, room, out, A, rows):
         """Keep `room` of a head's first `out` slots; `residual` may fill some of them."""
-        entries = self.options.get("entries", 0)
-        if not entries <= room < out:
-            entries = 0
+        entries = int(hasattr(self.method.select, "inner") and 1 <= room < out)
         places = [*self.slots[b, h]]
         more = dict(heads=A, places=places, **self.options)
         if self.semantic:
@@ -415,7 +401,7 @@ class Walk:
             q = self.q[b, h, :, self.read - rows.shape[1] : self.read]
             k = self.k[b, h, : self.read]
             v = self.v[b, h, : self.read]
-            slots |= residual(gone, q, k, v, rows, **self.options)
+            slots |= residual(gone, q, k, v, rows)
         self.slots[b, h] = dict(sorted(slots.items()))
 
     def norms(self, b, h, places):

@@ -182,3 +182,11 @@ def test_bad_input_is_refused_at_the_call_and_not_at_the_first_token(
         stream(model, **dict(prompt=PROMPT, new=3, caches=caches) | wrong)
     assert caches[0].parts == []
     assert generate(model, LONG[:, :61], 3).shape == (1, 3)  # the longest
+
+
+def test_numbers_that_overflow_are_told(model):
+    large = decoder(tie_embeddings=False)
+    large.embed.weight.data *= 1e6
+    assert not large(PROMPT).isnan().any()
+    with pytest.raises(ValueError, match="overflow in torch.float16"):
+        generate(large.half(), PROMPT, 3)

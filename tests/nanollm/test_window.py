@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from common import alone, end
+from common import TOKENS, alone, decoder, end
 from methods.baselines.snap_kv import SnapKV
-from nanollm.cache import NEVER, begin_turn
+from nanollm.cache import NEVER, begin_turn, compress, crop, make_cache
+from nanollm.generate import prefill
 from nanollm.window import Window, WindowMethod
 from stores import SLOT, VECTORS, fill
 
@@ -72,3 +73,16 @@ def test_the_windows_queries_count_as_memory_until_the_prompt_is_compressed():
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         WindowMethod(*options)
+
+
+def test_tokens_that_the_window_looked_at_are_forgotten_only_for_the_compression():
+    model = decoder()
+    caches = make_cache(model, SnapKV, budget=12, window_size=4)
+    prefill(model, TOKENS, caches)
+    T = TOKENS.shape[1]
+    crop(caches, T - 2)
+    with pytest.raises(ValueError, match="looked at tokens that were forgotten"):
+        prefill(model, TOKENS[:, -2:], caches)
+    crop(caches, T - 6)
+    with pytest.raises(ValueError, match="of the window's 4 tokens and 2 before it"):
+        compress(model, TOKENS[:, : T - 6], caches)
