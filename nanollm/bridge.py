@@ -16,8 +16,8 @@ caches of its own, so a batch may be repeated and reordered. It may also be padd
 every call the `attention_mask`, and each text is read as it would be alone. Positions then count a
 text's own tokens, without its padding, unless a call brings `position_ids`.
 
-From transformers 5.24 on, the argument `past_key_values` is called `cache`. There the bridge takes
-both names, as transformers does.
+Tried with transformers 5.2, 5.23 and 5.24. From 5.24 on, the argument `past_key_values` is called
+`cache`. There the bridge takes both names, as transformers does.
 
 A call that the bridge cannot serve raises a ValueError before the first layer runs, and changes
 nothing.
