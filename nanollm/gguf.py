@@ -6,8 +6,12 @@ llama.cpp's authors maintain, restores the weights' numbers.
 """
 
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
+import json
 from pathlib import Path
+import re
 
 import numpy as np
 import tiktoken
@@ -303,8 +307,14 @@ def tokenizer_of(about: dict) -> Foreign:
     def chat(messages: list[dict]) -> str:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        template = sandbox.from_string(own["chat_template"])
+        sandbox = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        # what transformers adds to Jinja; `generation` marks text for training alone
+        sandbox.globals["strftime_now"] = datetime.now().strftime
+        sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        marks = r"{%-?\s*(end)?generation\s*-?%}"
+        template = sandbox.from_string(re.sub(marks, "", own["chat_template"]))
         named = {}
         for name in ("bos", "eos"):
             i = own.get(f"ggml.{name}_token_id")

@@ -60,7 +60,9 @@ def written(file, kind, about=(), quantised=None, **config):
         "tokenizer.ggml.token_type": [1] * (len(PIECES) - 1) + [3],
         "tokenizer.ggml.eos_token_id": len(PIECES) - 1,
         "tokenizer.chat_template": (
-            "{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}A:"
+            "{% for m in messages %}{% generation %}{{ m.content }}{{ eos_token }}\n"
+            "{% endgeneration %}{% if strftime_now('%Y') | tojson %}{% break %}{% endif %}"
+            "{% endfor %}A:"
         ),
     }
     for name, x in (given | dict(about)).items():
