@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 import signal
 import sys
-from threading import Event, Timer
+from threading import Event, Lock, Timer
 
 import psutil
 
@@ -112,6 +112,7 @@ class Submission:
 
     def __init__(self, folder: Path, problem: str, seconds: float):
         self.seconds, self.process, self.why = seconds, None, None
+        self.ending = Lock()
         file, function = PROBLEMS[problem].file, PROBLEMS[problem].function
         try:
             others = [other for other in asked(file) if other != function]
@@ -157,18 +158,21 @@ class Submission:
         wrong(why)
 
     def end(self):
-        """End the process, and those that it has started."""
-        if not self.process or not self.process.is_alive():
-            return
-        others = psutil.Process(self.process.pid).children(recursive=True)
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has no group yet
-            self.process.kill()
-        for other in others:  # that may have left the group
+        """End the process, and those that it has started. The timer may call this as well."""
+        with self.ending:
+            process, self.process = self.process, None
+            if not process:
+                return
+            others = []
             with suppress(psutil.NoSuchProcess):
-                other.kill()
-        self.process.join()
+                others = psutil.Process(process.pid).children(recursive=True)
+            with suppress(ProcessLookupError):  # the group outlives its first process, or is not yet there
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            for other in others:  # that may have left the group
+                with suppress(psutil.NoSuchProcess):
+                    other.kill()
+            process.join()
 
 
 def handed_in(folder: Path, file: str) -> str:
