@@ -3,7 +3,6 @@
     python -m nanollm                  the short table: main methods, keep ratio 25 %: 15 seconds
     python -m nanollm --all            every method, keep ratios 50, 25, 12.5, 6.25 %: ten minutes
     python -m nanollm --methods h2o ada_kv+critical --keep 50 25 --json rows.json
-    python -m nanollm --tasks hard --model nanollm/tiny_learned --methods full snap_kv kvzip
 
 The table explains its columns. Other commands, each with its own --help:
 
@@ -41,7 +40,7 @@ def main(argv: list[str]):
     jobs = comparison.jobs()
     print(
         f"Methods that compress the KV cache, compared on {args.model}.\n\n"
-        f"{table.terms(args.short, args.tasks == 'hard', args.l1)}",
+        f"{table.terms(args.short, args.l1)}",
         flush=True,
     )
 
@@ -95,10 +94,9 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tasks",
-        choices=("standard", "hard", "needle", "pairs", "few_shot"),
+        choices=("standard", "needle", "pairs", "few_shot"),
         default="standard",
-        help="standard: needle, pairs and few-shot; hard: changed facts, chains, lists, "
-        "votes, rules, other words and several questions; or one task; default standard",
+        help="standard: all three; or one of them; default standard",
     )
     parser.add_argument(
         "--keep",

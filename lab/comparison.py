@@ -18,12 +18,12 @@ from lab.benchmark import (
     excess,
     run,
 )
-from lab.hard_tasks import HARD, HardTasks
 from lab.kept import full_cache_bytes
 from lab.loading import calibrated, loaded
 from lab.methods_by_name import one_line, pick
 from lab.processes import spread
 from lab.retrieval import Make, maker
+from lab.tasks import Tasks
 from nanollm.block_linear import number_format
 from nanollm.check import check_seed
 
@@ -49,7 +49,7 @@ class Comparison:
         self.args = args
         self.methods = pick([*table.SHOWN] if args.short else args.methods)
         self.model, self.encoding = loaded(args)
-        self.tasks = HardTasks(self.encoding, "test", text)
+        self.tasks = Tasks(self.encoding, "test", text)
         self.settings = settings(args, self.model, text)
         self.earlier: dict[Job, dict] = {}
         self.options: dict[str, dict] = {}  # of each method that can be measured
@@ -139,7 +139,7 @@ class Comparison:
     def results(self, jobs: list[Job]) -> Iterator[tuple[Job, dict | Failed]]:
         """Yield each job with its row. Each core has a process, of one thread."""
         args = self.args
-        names = dict(standard=TASKS, hard=HARD).get(args.tasks, (args.tasks,))
+        names = TASKS if args.tasks == "standard" else (args.tasks,)
         processes = args.device == "cpu" and args.threads < 2
         for T, of_length in groupby(jobs, key=lambda job: job.tokens):
             some = [*of_length]

@@ -20,9 +20,9 @@ import traceback
 from typing import NamedTuple
 
 from methods.baselines.snap_kv import SnapKV
+from methods.baselines.rounded import RoundedSlots
 from nanollm.cache import Method
 from nanollm.check import closest
-from nanollm.rounded import RoundedSlots
 
 METHODS = Path(__file__).parents[1] / "methods"
 FOLDERS = (".", "baselines", "ours")

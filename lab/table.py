@@ -35,18 +35,6 @@ STANDARD_TERMS = {
     "few-shot": "task: the prompt lists labelled lines, and the answer is the label of a new "
     "line",
 }
-HARD_TERMS = {
-    "turns": "task: six facts in real text, and four questions, one after another; aware sees "
-    "only the first",
-    "latest": "task: two of four facts are stated again with a new value, which is asked for",
-    "hops": "task: the answer writes out a chain of three facts, each of which names the next "
-    "one's key",
-    "list": "task: all four numbers of a kind, in order; each counts",
-    "count": "task: which of three labels has the most of twelve votes",
-    "rule": "task: two rules before the text say how to answer, and which word must not be "
-    "said",
-    "paraphr.": "task: needle, asked in other words than the fact's",
-}
 MEASURED_TERMS = {
     "aware": "accuracy if the question is part of the prompt that is compressed",
     "agnostic": "accuracy if the question comes after the compression",
@@ -118,10 +106,9 @@ def label(name: str, keep_ratio: float | None) -> str:
 # ---- rows as text; a task's column holds both accuracies, aware and agnostic ---
 
 
-def terms(short: bool = False, hard: bool = False, l1: bool = True) -> str:
+def terms(short: bool = False, l1: bool = True) -> str:
     """Return a line on each column of the table."""
-    tasks = HARD_TERMS if hard else STANDARD_TERMS
-    columns = SIZE_TERMS | tasks | MEASURED_TERMS
+    columns = SIZE_TERMS | STANDARD_TERMS | MEASURED_TERMS
     if short:
         del columns["perplexity"]
     if short or not l1:

@@ -178,17 +178,16 @@ class Tasks:
         """Return the tokens before a number, with the space between them if it belongs here."""
         return self.ids(string if self.gap else f"{string} ")
 
-    def begun(self, key: Ids, is_number: bool = True) -> Ids:
-        """Return the tokens of " The code of KEY is", before a number or a word."""
-        end = self.before(" is") if is_number else self.ids(" is")
-        return self.ids(" The code of") + key + end
+    def begun(self, key: Ids) -> Ids:
+        """Return the tokens of " The code of KEY is", before a number."""
+        return self.ids(" The code of") + key + self.before(" is")
 
-    def fact(self, key: Ids, value: Ids, is_number: bool = True) -> Ids:
-        return self.begun(key, is_number) + value + self.ids(".")
+    def fact(self, key: Ids, value: Ids) -> Ids:
+        return self.begun(key) + value + self.ids(".")
 
-    def question(self, key: Ids, answer: Ids, is_number: bool = True):
+    def question(self, key: Ids, answer: Ids):
         """Return a question for the code of a key, its answer, and a full stop."""
-        question = self.ids("\nQ:") + self.begun(key, is_number)
+        question = self.ids("\nQ:") + self.begun(key)
         return question, answer, self.ids(".")
 
     def assemble(

@@ -39,8 +39,8 @@ class Memory(Cache):
         self.seen = caches[0].seen if caches else 0  # tokens, padding included
         self.expected = None  # during a call: `seen` when it ends
         self.ids = None  # during a call: its tokens' ids
-        # (B, seen), and after `compress` the token that comes again; None if the model was not
-        # given ids; () before the first call
+        # ids (B, seen); after `compress` also the forgotten token, which must come again. None if
+        # the model was not given ids; () before the first call
         self.tokens = None if self.seen else ()
         self.shift = None  # how far the model's positions are ahead of ours
         model.attach()
@@ -165,7 +165,7 @@ class Memory(Cache):
 
     def check_last(self, ids: Tensor | None, B: int):
         """Raise ValueError unless ids (B, T) begin with the token that `compress` has forgotten."""
-        if ids is None or not torch.is_tensor(self.tokens):
+        if ids is None or not self.make or not torch.is_tensor(self.tokens):
             return
         again = self.tokens[:, self.seen :]
         again = again.repeat_interleave(B // len(again), 0)
@@ -185,6 +185,7 @@ class Memory(Cache):
         if given is None or given.dim() != 2:
             return self.shift  # images have positions in three dimensions
         own = new_positions(self.seen, end, pads, given.device)
+        own, given = torch.broadcast_tensors(own, given)
         ahead = (given - own)[own >= 0]
         known = [self.shift] if self.shift is not None else ahead[:1].tolist()
         if any((ahead != shift).any() for shift in known):
@@ -197,7 +198,7 @@ class Memory(Cache):
     def pads_of(self, mask: Tensor | None, B: int, end: int) -> list[int]:
         """Return the padding of each of B texts; end: the tokens seen after the call.
 
-        Raise ValueError if an attention_mask (B, T) hides more than padding.
+        Raise ValueError if an attention_mask (B, at least `end`) hides more than padding.
         """
         if self.make and self.seen:
             pads = [pad for pad in self.pads for _ in range(B // len(self.pads))]
@@ -209,14 +210,21 @@ class Memory(Cache):
             place = torch.arange(hidden.shape[1], device=mask.device)
             on_the_left = torch.equal(hidden, place < given[:, None])
             as_before = not self.seen or given.clamp(max=self.seen).tolist() == pads
-            if mask.shape[1] < end or not on_the_left or not as_before:
+            covers = len(mask) == B and mask.shape[1] >= end
+            if not covers or not on_the_left or not as_before:
                 raise ValueError(
                     f"attention_mask must show all {end} tokens, those in the memory included, "
                     "but for padding on the left, the same in each call; set "
                     'tokenizer.padding_side = "left"'
                 )
             pads = given.tolist()
-        return pads if self.make else [0]
+        if self.make:
+            return pads
+        if any(pads):
+            raise ValueError(
+                "these caches hold a batch without padding; use attach(model, …) for one with it"
+            )
+        return [0]
 
     def check_prompt(self, ids: Tensor | None):
         """Check before `generate` that this memory has read its prompt, and compressed it.
@@ -271,11 +279,10 @@ class Memory(Cache):
 
     def check_whole(self):
         """Raise ValueError if an earlier call was broken off between two layers."""
-        for caches in self.texts:
-            counts = {cache.seen for cache in caches}
-            if len(counts) > 1:
+        for caches, pad in zip(self.texts, self.pads):
+            if {cache.seen for cache in caches} != {max(self.seen - pad, 0)}:
                 raise ValueError(
-                    "an earlier call stopped after only some layers had read its tokens; "
+                    "an earlier call stopped after some layers had read its tokens; "
                     "make another memory by attach(model, …) and feed the prompt again"
                 )
 
@@ -338,9 +345,10 @@ class Memory(Cache):
         rows = torch.arange(len(self.texts))
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
-    def refuse(self, *_):
+    def refuse(self, *_, **__):
         raise ValueError(
-            "a memory cannot take tokens back; use greedy decoding, beams or sampling"
+            "a memory cannot take tokens back; use greedy decoding, beams or sampling, and "
+            "attach(model, …) for a new memory"
         )
 
     crop = activate_past_recording = reset = refuse

@@ -27,10 +27,10 @@ from methods.baselines.snap_kv import SnapKV
 from methods.kv_reviver import Sketch
 from methods.ours.kv_reviver_shrunk import ShrunkSketch, SignedSketch
 from methods.theory.sketch_error import relative_error
+from methods.baselines.rounded import quantise
 from nanollm import TINY, checkpoint, tokenizer
 from nanollm.attention import probabilities, visible
 from nanollm.cache import make_cache
-from nanollm.rounded import quantise
 
 # %%
 torch.set_grad_enabled(False)
@@ -246,5 +246,5 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 #    <details><summary>Hint</summary>If the tokens' patterns of signs are linearly independent, which needs at least as many slots as tokens. Put <code>sign</code> into a matrix of (slots, tokens), and call <code>torch.linalg.lstsq</code>.</details>
 # 4. Give neighbouring tokens the same slot: token $J$ goes to slot $\lfloor J b/a \rfloor$, and its reading is the mean of the slot. Is the error lower than that of the shrunk sketch?
 #    <details><summary>Hint</summary>No sketch is needed: <code>k.unflatten(2, (b, -1)).mean(3)</code> has the means. Repeat them and use <code>relative_error</code>.</details>
-# 5. With 1 bit a number, `quantise` in `nanollm/rounded.py` takes the ends of the range as its two levels. Take the mean plus and minus the mean deviation instead. How much does the error fall?
+# 5. With 1 bit a number, `quantise` in `methods/baselines/rounded.py` takes the ends of the range as its two levels. Take the mean plus and minus the mean deviation instead. How much does the error fall?
 #    <details><summary>Hint</summary>Group the tokens as <code>rounded</code> does, and compute <code>m ± (x − m).abs().mean()</code> in each group.</details>

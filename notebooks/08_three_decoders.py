@@ -33,10 +33,10 @@ from methods.chunk_kv import ChunkKV
 from methods.critical_kv import Critical
 from methods.kv_reviver import Sketch
 from methods.theory.sketch_error import relative_error
+from methods.baselines.rounded import quantise
 from nanollm import SHIPPED
 from nanollm.cache import compress, make_cache
 from nanollm.generate import prefill
-from nanollm.rounded import quantise
 from nanollm.window import window_rows
 
 # %%

@@ -3,7 +3,7 @@
 #
 # **Before this:** notebook 00 (the KV cache, induction heads). **Runs:** under two minutes. **Afterwards you know** how KVzip finds the entries that later questions need, which parts of the method matter, what it costs, and when it fails.
 #
-# The code: `methods/baselines/kvzip.py` (Kim et al., arXiv 2505.23416), `methods/baselines/kvzip_fast.py` and `nanollm/rounded.py`. RESULTS.md has the long tables. All numbers here are of *built*, a small decoder, unless another is named.
+# The code: `methods/baselines/kvzip.py` (Kim et al., arXiv 2505.23416), `methods/baselines/kvzip_fast.py` and `methods/baselines/rounded.py`. RESULTS.md has the long tables. All numbers here are of *built*, a small decoder, unless another is named.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -25,10 +25,10 @@ from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip, fit, lessons
 from methods.baselines.quantized import Quantized
 from methods.baselines.snap_kv import SnapKV
+from methods.baselines.rounded import RoundedSlots
 from nanollm import SHIPPED, TINY, checkpoint, tokenizer
 from nanollm.cache import Method, bytes_in_16_bits, compress, make_cache
 from nanollm.generate import prefill
-from nanollm.rounded import RoundedSlots
 
 # %% [markdown]
 # ## Why the question is unknown

@@ -18,10 +18,10 @@ from lab.render_results import rows
 from lab.replay import Recorder, record
 from lab.speed import weight_bytes
 from lab.tasks import Tasks
+from methods.baselines.rounded import quantise
 from nanollm.block_linear import BlockLinear
 from nanollm.cache import bytes_in_16_bits, compress, copied, make_cache
 from nanollm.generate import prefill
-from nanollm.rounded import quantise
 
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
@@ -68,7 +68,7 @@ figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8);
 #
 # Two things are surprising. With an eighth of the entries SmolLM2 finds more pairs than with all, 0.91 in place of 0.80, perhaps because eviction hides what distracts. And gates that learn to *repeat* the text with an eighth of the entries answer no better than before (RESULTS.md, `taught`).
 #
-# One thing is not: the gates seem to learn the kind of question, even its wording. Without labelled lines in the training they keep fewer labels. Of chains of facts, counts and rules, which they never saw, they keep no more than Fast KVzip's (`unlike`); KVzip, which knows no questions, keeps chains and rules better. Other texts are no problem: with news articles an eighth keeps 106 ± 4 % of the full cache's answers (`prose`). Longer ones seem to be none: in 4,096 tokens an eighth of the entries finds 0.67 ± 0.10 of the needles, the full cache 0.71 ± 0.09 (`far`).
+# One thing is not: the gates seem to learn the kind of question, even its wording. Without labelled lines in the training they keep fewer labels. Other texts are no problem: with news articles an eighth keeps 106 ± 4 % of the full cache's answers (`prose`). Longer ones seem to be none: in 4,096 tokens an eighth of the entries finds 0.67 ± 0.10 of the needles, the full cache 0.71 ± 0.09 (`far`).
 #
 # ## Which heads, not which tokens
 #

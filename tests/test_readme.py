@@ -35,7 +35,6 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     (" ask", ""),
     (" claims", "--claims P6 --documents 2"),
     ("--methods full", f"--keep 20 10 {ROWS}"),
-    ("--tasks hard", f"--methods full --keep 25 {ROWS}"),
     ("-m nanollm", ROWS),
 ]
 

@@ -12,10 +12,10 @@ from lab.kept import held
 from lab.replay import Recorder, feed, record
 from methods.scissorhands import BudgetSlots, Scissorhands
 from methods.theory.persistence import even_shares, persistence_ratio, tail_exponent
+from methods.baselines.rounded import quantise
 from nanollm.attention import probabilities, visible
 from nanollm.cache import Method, evict_while_reading, make_cache
 from nanollm.model import Decoder
-from nanollm.rounded import quantise
 
 
 class FourBitSlots(BudgetSlots):

@@ -24,9 +24,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from methods.baselines.rounded import check_head_dim, pack, quantise, unpack
 from nanollm.attention import wide
 from nanollm.cache import Method, Slots
-from nanollm.rounded import check_head_dim, pack, quantise, unpack
 from nanollm.slots import Stored, all_live
 
 

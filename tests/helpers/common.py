@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from nanollm import TINY, tokenizer
 from nanollm.checkpoint import to_hf
 from lab import corpus
-from lab.hard_tasks import HardTasks
+from lab.tasks import Tasks
 from nanollm.cache import NEVER, Method, PackedSlots, compress, make_cache
 from nanollm.model import Config, Decoder
 
@@ -253,7 +253,7 @@ def decode(tokens) -> str:
 
 
 @once
-def tasks(split: str) -> HardTasks:
+def tasks(split: str) -> Tasks:
     """Return the library's tasks; for training only every tenth document: all take 8 s."""
     with pytest.MonkeyPatch.context() as patch:
         if split == "train":
@@ -261,7 +261,7 @@ def tasks(split: str) -> HardTasks:
             patch.setattr(corpus, "documents", lambda: pool)
             patch.setattr(corpus, "text", corpus.text.__wrapped__)
             patch.setattr(corpus, "words", corpus.words.__wrapped__)
-        return HardTasks(ENCODING, split)
+        return Tasks(ENCODING, split)
 
 
 def clusters_of(keys, radius):

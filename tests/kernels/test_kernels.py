@@ -16,9 +16,9 @@ from methods.critical_kv import Critical
 from methods.baselines.h2o import H2O
 from methods.scissorhands import Scissorhands
 from methods.tensor_attention import FactoredFourCache
+from methods.baselines.rounded import RoundedSlots
 from nanollm import kernel_switch
 from nanollm.cache import ALL, Method, PackedSlots
-from nanollm.rounded import RoundedSlots
 from nanollm.window import window_rows, window_scores
 
 B, H, G, D = 2, 2, 2, 16

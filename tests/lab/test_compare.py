@@ -10,7 +10,6 @@ import pytest
 from commands import refused
 from common import tasks
 from lab import comparison, loading, table
-from lab.hard_tasks import HARD
 from lab.methods_by_name import Variant
 from lab.plot import TITLE, comparison as drawn_comparison
 from nanollm.__main__ import main
@@ -30,7 +29,7 @@ def fast(monkeypatch, tmp_path):
     def draw(rows, file):
         file.write_bytes(FIGURE)
 
-    monkeypatch.setattr(comparison, "HardTasks", tasks_of)
+    monkeypatch.setattr(comparison, "Tasks", tasks_of)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # then no processes are forked
     monkeypatch.setattr("lab.plot.comparison", draw)
     monkeypatch.chdir(tmp_path)  # where compare.png would land
@@ -99,13 +98,6 @@ def test_processes_measure_the_same_rows_in_the_same_order(checkpoint, monkeypat
     rows = compare(checkpoint, options)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert compare(checkpoint, options) == rows
-
-
-def test_hard_tasks_have_a_column_each(checkpoint):
-    options = "--tasks hard --methods full --lengths 512"
-    (row,) = compare(checkpoint, options)
-    assert table.tasks_of(row) == [*HARD]
-    assert row["tasks"] == "hard"
 
 
 def test_options_change_the_rows_as_they_say(checkpoint):

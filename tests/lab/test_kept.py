@@ -8,8 +8,8 @@ from common import TOKENS, decoder
 from lab.kept import held, slots_per_head
 from methods.baselines.h2o import H2O
 from methods.baselines.quantized import Quantized
+from methods.baselines.rounded import RoundedSlots
 from nanollm.cache import NEVER, Method, Slots, compress, make_cache
-from nanollm.rounded import RoundedSlots
 
 
 @torch.no_grad()
@@ -25,7 +25,8 @@ def read(kind=Method, store=None, **options):
 
 def test_slots_are_those_of_the_text_that_has_the_most():
     x = torch.zeros(2, 2, 6, 4)
-    one, other = Slots(), Slots()
+    one = Slots()
+    other = Slots()
     for layer in one, other:
         layer.write(x, x, torch.arange(6)[None])
     kept = [[[0, 1, -1], [0, -1, -1]], [[0, 1, 2], [0, -1, -1]]]

@@ -16,8 +16,8 @@ from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical
 from methods.ours.question_gates import QuestionGates
 from methods.ours.residual import Residual
+from methods.baselines.rounded import RoundedSlots
 from nanollm.cache import Method, make_cache
-from nanollm.rounded import RoundedSlots
 
 
 def one(name) -> Variant:

@@ -59,9 +59,8 @@ def test_rows_of_the_comparison_are_stored_without_the_numbers_of_documents(stor
 
 def test_a_comparison_is_known_by_its_command_and_its_rows():
     for name, (_, command, _) in render_results.SECTIONS.items():
-        if name != "unlike":  # its rows have the later questions' accuracies alone
-            by_command = bool(render_results.COMPARISON.match(command))
-            assert by_command == ("keep_ratio" in render_results.rows(name)[0])
+        by_command = bool(render_results.COMPARISON.match(command))
+        assert by_command == ("keep_ratio" in render_results.rows(name)[0])
 
 
 @pytest.mark.parametrize("name", ["all", "learned"])

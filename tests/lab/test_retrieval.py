@@ -14,11 +14,11 @@ from lab.retrieval import (
 )
 from methods.baselines.h2o import H2O
 from methods.baselines.snap_kv import SnapKV
+from methods.baselines.rounded import RoundedSlots
 from nanollm import TINY
 from nanollm.cache import Method, compress, crop
 from nanollm.checkpoint import from_hf
 from nanollm.model import Decoder
-from nanollm.rounded import RoundedSlots
 
 
 def needles(documents=2, T=200, **options):

@@ -347,8 +347,8 @@ def test_a_call_that_was_broken_off_spoils_its_memory_alone(model, monkeypatch):
             read(attach(model), TOKENS)
     # no memory is left in use
     same(model(TOKENS).logits, expected)
-    refused("only some layers", read, memory, TOKENS)
-    refused("only some layers", memory.compress, TOKENS)
+    refused("after some layers", read, memory, TOKENS)
+    refused("after some layers", memory.compress, TOKENS)
     same(read(attach(model), TOKENS), expected)
 
 

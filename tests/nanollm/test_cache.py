@@ -8,9 +8,9 @@ import torch
 from common import TOKENS, decoder
 from lab.kept import full_cache_bytes
 from methods.baselines.streaming_llm import StreamingLLM
+from methods.baselines.rounded import RoundedSlots
 from nanollm.cache import Slots, cache_bytes, crop, make_cache
 from nanollm.model import Config
-from nanollm.rounded import RoundedSlots
 
 
 @pytest.mark.parametrize("store", [Slots, partial(RoundedSlots, bits=4)])

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from common import alone, dense, end
+from methods.baselines.rounded import RoundedSlots
 from nanollm.cache import (
     ALL,
     NEVER,
@@ -14,7 +15,6 @@ from nanollm.cache import (
     begin_turn,
     evict_while_reading,
 )
-from nanollm.rounded import RoundedSlots
 from stores import SLOT, fill, positions, sees
 
 

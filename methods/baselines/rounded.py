@@ -262,3 +262,6 @@ class RoundedSlots(PackedSlots):
             return late
         empty = (pos == NEVER).unsqueeze(1)
         return late.masked_fill(empty, -torch.inf)
+
+
+variants = {}  # no method: a store for any of them, as in kvzip@4

@@ -12,14 +12,14 @@ from exact import random
 import loops
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.snap_kv import SnapKV
-from nanollm.cache import NEVER, begin_turn, make_cache
-from nanollm.rounded import (
+from methods.baselines.rounded import (
     GROUP,
     RoundedSlots,
     pack,
     quantise,
     unpack,
 )
+from nanollm.cache import NEVER, begin_turn, make_cache
 from rounding import levels, rounded
 from stores import positions, sees
 
