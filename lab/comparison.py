@@ -170,7 +170,7 @@ class Comparison:
 
     def sizes(self, T: int) -> str:
         """Return a line on the bytes of a full cache of T tokens and of the weights."""
-        full = full_cache_bytes(self.model.config, T) / 2**20
+        full = full_cache_bytes(self.model, T) / 2**20
         weights = sum(2 * p.numel() for p in self.model.parameters()) / 2**20
         return (
             f"In 16 bits: full cache of {T} tokens {full:.1f} MiB a text, "

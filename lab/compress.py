@@ -21,6 +21,7 @@ def main(argv: list[str]):
 
     import torch
     from lab.ask import around
+    from lab.kept import full_cache_bytes
     from lab.loading import calibrated, loaded
     from lab.methods_by_name import pick
     from lab.retrieval import budget_for
@@ -52,9 +53,10 @@ def main(argv: list[str]):
         engine=args.engine,
     )
     command_line.replace(args.out, data)
-    c = model.config
-    entry = 2 * c.head_dim * model.embed.weight.itemsize + 4
-    full = len(ids) * c.n_layers * c.n_kv_heads * entry
+    # a full cache's positions, too, which take 4 bytes an entry
+    numbers = 2 * model.config.head_dim
+    each = model.embed.weight.itemsize + 4 / numbers
+    full = full_cache_bytes(model, len(ids), each)
     question = f'python -m nanollm ask {shlex.quote(str(args.out))} "QUESTION"'
     print(
         f"{len(ids)} tokens read and compressed in {seconds:.1f} s. {args.out} has "

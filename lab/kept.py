@@ -3,14 +3,17 @@
 import torch
 from torch import Tensor
 
-from nanollm.cache import NEVER, Slots
+from nanollm.cache import NEVER, Slots, full_layers
 
 
 def held(caches: list[Slots], tokens: int) -> Tensor:
-    """Return (B, L, H, tokens) of bool: which of the first `tokens` tokens a head still holds."""
+    """Return (B, L, H, tokens) of bool: which of the first `tokens` tokens a head still holds.
+
+    Of the L layers that a method compresses; layers that slide are left out.
+    """
     token = torch.arange(tokens, device=caches[0].pos.device)
     layers = []
-    for layer in caches:
+    for layer in full_layers(caches):
         heads = []
         for pos in layer.positions().unbind(1):  # (B, S)
             there = pos[..., None] == token
@@ -23,20 +26,25 @@ def slots_per_head(caches: list[Slots]) -> float:
     """Return live slots per key/value head: the mean over heads, in the text with the most.
 
     The mean allows heads and layers to share budgets. Rounded entries count as exact ones do.
+    Layers that slide have no budget and do not count.
     """
     slots = 0  # of each text
     heads = 0
-    for layer in caches:
+    for layer in full_layers(caches):
         live = layer.positions() != NEVER  # (B, H, S)
         slots = slots + live.sum((1, 2))
         heads += live.shape[1]
     return slots.max().item() / heads
 
 
-def full_cache_bytes(config, tokens: int, bytes_per_number: int = 2) -> int:
+def full_cache_bytes(model, tokens: int, bytes_per_number: int = 2) -> int:
     """Return the bytes of a full cache's keys and values (KVReviver, Eq. 1).
 
-    They are 2 · layers · key/value heads · tokens · head dim · bytes.
+    They are 2 · layers · key/value heads · tokens · head dim · bytes. A layer that slides holds no
+    more than it sees.
     """
-    heads = config.n_layers * config.n_kv_heads
-    return 2 * heads * tokens * config.head_dim * bytes_per_number
+    config = model.config
+    held = 0
+    for sliding in getattr(model, "windows", [None] * config.n_layers):
+        held += tokens if sliding is None else min(tokens, sliding.size)
+    return 2 * config.n_kv_heads * held * config.head_dim * bytes_per_number

@@ -4,12 +4,16 @@ A method has the same colour, marker and dash in all of them. Methods also diffe
 """
 
 from io import BytesIO
+from itertools import pairwise
+import json
 from pathlib import Path
 import re
+from textwrap import fill
 from zlib import crc32
 
 import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
+from matplotlib.ticker import LogLocator, NullLocator
 import numpy as np
 
 from lab.command_line import replace
@@ -17,7 +21,8 @@ from lab.kept import held
 
 # metadata of our files; only such files are replaced
 TITLE = "Figure of python -m nanollm"
-MOST = 8  # lines in a figure; more cannot be told apart
+MOST = 10  # methods in a figure; more cannot be told apart
+STORED = Path(__file__).parent / "stored"
 
 # A family's colour and marker. Families of similar grey have different markers.
 FAMILIES = {
@@ -69,11 +74,16 @@ def style(name: str) -> dict:
     name selects its look.
     """
     base, _, addition = name.replace("@", "_").partition("+")
-    begins = lambda family: f"{base}_".startswith(f"{family}_")
-    family = next(filter(begins, FAMILIES), base)
+    family = family_of(name)
     color, marker = FAMILIES.get(family) or OTHERS[crc32(base.encode()) % len(OTHERS)]
     variant = addition or base.removeprefix(family).strip("_")
     return dict(color=color, marker=marker, linestyle=DASHES.get(variant, "--"))
+
+
+def family_of(name: str) -> str:
+    """Return the member of FAMILIES that a name begins with, or else its part before a +."""
+    base = name.replace("@", "_").partition("+")[0]
+    return next((x for x in FAMILIES if f"{base}_".startswith(f"{x}_")), base)
 
 
 def save(figure, file: Path):
@@ -95,60 +105,123 @@ def is_ours(data: bytes) -> bool:
 
 
 def comparison(rows: list[dict], file: Path):
-    """Draw both accuracies and KL over bytes, for at most eight methods and the full cache."""
+    """Draw both accuracies and KL over bytes. All rows are of documents of one length.
+
+    All methods that do not ship are drawn, and with them at most MOST in all. The figure names the
+    others.
+    """
     full = next((row for row in rows if row["method"] == "full"), None)
     by_bytes = sorted(rows, key=lambda row: row["live_16"])
-    points = {
-        name: [row for row in by_bytes if row["method"] == name]
-        for name in drawn([row["method"] for row in rows])
-    }
+    shown, left_out = drawn([row["method"] for row in rows])
+    points = {}
+    for name in shown:
+        points[name] = [row for row in by_bytes if row["method"] == name]
+
+    figure, axes = plt.subplots(1, 3, figsize=(17, 5.5), layout="constrained")
     labels = dict(
+        agnostic="accuracy, question after the compression",
         aware="accuracy, question in the prompt",
-        agnostic="accuracy, question after compression",
         kl="KL(full ‖ compressed) per token, nats",
     )
-    figure, axes = plt.subplots(1, 3, figsize=(17, 5), layout="constrained")
     for axis, (key, label) in zip(axes, labels.items()):
         over_bytes(axis, points, full, key, label)
+    model = Path(rows[0].get("model", "")).name
+    size = "{documents} documents of {tokens} tokens a task".format(**rows[0])
+    title = f"{size}; bars: ± 1 standard error"
+    figure.suptitle(f"{model}, {title}" if model else title)
+    if left_out:
+        words = fill("Not drawn: " + ", ".join(left_out), 230)
+        figure.supxlabel(words, fontsize=8, color="0.4")
     save(figure, file)
 
 
-def drawn(names: list[str]) -> list[str]:
-    """Return at most eight names, without the full cache; plain members of FAMILIES come first."""
+def drawn(names: list[str]) -> tuple[list[str], list[str]]:
+    """Return the names to draw, without the full cache, and those left out.
+
+    Names that do not ship come first, then families in the order of FAMILIES, then variants.
+    """
+    stored = json.loads((STORED / "all.json").read_text())
+    ships = {row["method"] for row in stored["rows"]}
+
+    def is_own(name: str) -> bool:
+        return re.split("[+@]", name)[0] not in ships
 
     def rank(name: str):
-        return style(name)["linestyle"] != "-", name not in FAMILIES
+        variant = style(name)["linestyle"] != "-"
+        return (
+            not is_own(name),
+            variant,
+            [*FAMILIES, family_of(name)].index(family_of(name)),
+        )
 
     names = [name for name in dict.fromkeys(names) if name != "full"]
-    return sorted(names, key=rank)[:MOST]
+    most = max(MOST, sum(map(is_own, names)))
+    ranked = sorted(names, key=rank)
+    return ranked[:most], ranked[most:]
 
 
 def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
-    """Draw row[key] of each method over its cache's KiB; the full cache's is a horizontal line."""
-    for name, mine in points.items():
-        axis.plot(
-            [row["live_16"] / 1024 for row in mine],
-            [row[key] for row in mine],
-            label=name,
-            markersize=7,
-            **style(name),
-        )
-    if full:
-        axis.axhline(full[key], color="black", linewidth=1, label="full cache")
-    axis.set(
-        xlabel="KiB of a text's cache, with 16-bit numbers",
-        ylabel=label,
-        ylim=(-0.02, 1.05),
-    )
+    """Draw row[key] of each method over its cache's KiB, with its name beside the last point.
+
+    Markers of equal values lie within one another. The full cache is a horizontal line.
+    """
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter("{x:g}")
     if key == "kl":
         axis.set_yscale("symlog", linthresh=0.01)
         axis.yaxis.set_major_formatter("{x:g}")
         largest = max([0, *(row["kl"] for mine in points.values() for row in mine)])
         axis.set_ylim(-0.001, 2 * largest + 0.01)
+    else:
+        axis.set_ylim(-0.02, 1.05)
+    ends = {}
+    for i, (name, mine) in enumerate(points.items()):
+        x = [row["live_16"] / 1024 for row in mine]
+        y = [row[key] for row in mine]
+        size = 11 - 7 * i / len(points)
+        error = [error_of(row, key) for row in mine]
+        look = style(name) | dict(markersize=size, linewidth=1.2, elinewidth=0.8)
+        axis.errorbar(x, y, error, label=name, **look)
+        ends[name] = x[-1], y[-1], look["color"]
+    if full:
+        kib = full["live_16"] / 1024
+        axis.axhline(full[key], color="black", linewidth=1)
+        axis.plot(kib, full[key], **style("full"))
+        ends["full cache"] = kib, full[key], "black"
+    axis.set(xlabel="KiB of a text's cache, with 16-bit numbers", ylabel=label)
+    axis.xaxis.set_major_locator(LogLocator(2, numticks=6))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_locator(NullLocator())
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    beside(axis, ends)
+
+
+def error_of(row: dict, key: str) -> float:
+    """Return the standard error of a mean over tasks; 0 if a row has none."""
+    errors = [x for name, x in row.items() if name.endswith(f"_{key}_se")]
+    return sum(x * x for x in errors) ** 0.5 / max(len(errors), 1)
+
+
+def beside(axis, ends: dict):
+    """Write names at the right edge, in the order of their last points (x, y, colour)."""
+    to_axis = axis.transData + axis.transAxes.inverted()
+    height = {name: to_axis.transform(end[:2])[1] for name, end in ends.items()}
+    names = sorted(ends, key=height.get)
+    gap = 0.045  # of the axis' height, between two names
+    for lower, name in pairwise(names):
+        height[name] = max(height[name], height[lower] + gap)
+    for i, name in enumerate(reversed(names)):
+        height[name] = min(height[name], 1 - i * gap)
+    for name, (x, y, color) in ends.items():
+        axis.annotate(
+            name,
+            (x, y),
+            xytext=(1.03, height[name]),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            color=color,
+            arrowprops=dict(arrowstyle="-", color=color, alpha=0.3, linewidth=0.7),
+        )
 
 
 # ---- a text, heads, attention ----

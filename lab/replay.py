@@ -12,6 +12,7 @@ from torch import Tensor
 from nanollm.attention import probabilities, visible
 from nanollm.cache import Slots, cache_bytes
 from nanollm.generate import prefill
+from nanollm.sliding import SlidingSlots
 
 
 class Recording(NamedTuple):
@@ -51,32 +52,34 @@ class Recording(NamedTuple):
         return self.q.shape[2]
 
 
-class Recorder(Slots):
-    """Plain slots of a layer that also note its queries and attention's outputs."""
+class Noted:
+    """The part of a store that notes what a layer receives, and attention's outputs."""
 
     def __init__(self, *place):
         super().__init__(*place)
-        self.noted: list[tuple[Tensor, Tensor, Tensor]] = []  # of each piece: q, pos, y
+        self.noted: list[tuple[Tensor, ...]] = []  # of each piece: q, k, v, y, pos
 
-    def attention(
-        self,
-        q: Tensor,
-        pos: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        y, p = super().attention(q, pos)
-        self.noted.append((q, pos, y))
-        return y, p
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        y = super().attend(q, k, v, pos)
+        self.noted.append((q, k, v, y, pos))
+        return y
 
     def take(self) -> tuple[Recording, Tensor]:
         """Return what came since the last call, and attention's outputs (B, H·G, T, D)."""
-        q, pos, y = zip(*self.noted)
+        *vectors, pos = zip(*self.noted)
         self.noted = []
-        q = torch.cat(q, 2)
-        n = q.shape[2]
-        k = self.k[:, :, -n:].clone()
-        v = self.v[:, :, -n:].clone()
-        pos = torch.cat(pos, 1)
-        return Recording(q, k, v, pos), torch.cat(y, 2)
+        q, k, v, y = (torch.cat(x, 2) for x in vectors)
+        return Recording(q, k, v, torch.cat(pos, 1)), y
+
+
+class SlidingRecorder(Noted, SlidingSlots):
+    """The same of a layer that slides."""
+
+
+class Recorder(Noted, Slots):
+    """Plain slots of a layer that note what it receives."""
+
+    sliding = SlidingRecorder
 
 
 class CannotReplay(Exception):
@@ -130,7 +133,8 @@ def replay(recordings: list[list[Recording]], caches: list[Slots]) -> int:
             n = layer.room(left.length)
             read(layer, left.tokens(0, n))
             left = left.tokens(n, None)
-        check_all(layer, parts)
+        if not isinstance(layer, SlidingSlots):
+            check_all(layer, parts)
         peak += layer.bytes()[1]
     return peak
 
@@ -138,6 +142,8 @@ def replay(recordings: list[list[Recording]], caches: list[Slots]) -> int:
 def read(layer: Slots, piece: Recording):
     """Do what `attend` does with a piece, but for the output."""
     layer.write(piece.k, piece.v, piece.pos)
+    if isinstance(layer, SlidingSlots):
+        return layer.trim()
     keys, _, slot_pos, bias = layer.read()
     shown = keys.shape[2]
     if bias is not None or not shown == layer.length == layer.seen:

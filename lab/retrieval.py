@@ -21,6 +21,7 @@ from nanollm.cache import (
     copied,
     crop,
     evict_while_reading,
+    full_layers,
     make_cache,
 )
 from nanollm.check import check_budget, fits
@@ -171,4 +172,5 @@ def answers(
 
 def as_decoded(tokens: Tensor, caches: list[Slots]) -> Iterable[Tensor]:
     """Return tokens (B, T) after a prompt: one by one, or at once if the method only appends."""
-    return [tokens] if caches[0].method.appends else tokens.split(1, 1)
+    method = full_layers(caches)[0].method
+    return [tokens] if method.appends else tokens.split(1, 1)

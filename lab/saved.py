@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from nanollm.block_linear import number_format
-from nanollm.cache import Method, Slots
+from nanollm.cache import Method, Slots, full_layers
 
-VERSION = 6
-GIVEN = "method", "model", "index", "watch"  # make_cache gives these to a store
+VERSION = 7
+# make_cache gives these to a store
+GIVEN = "method", "model", "index", "block", "of", "watch", "sliding"
 JSON_TYPES = bool, int, float, str, type(None)
 
 
@@ -80,8 +81,9 @@ def layers_of(caches) -> list[Slots]:
 
 def kind_of(layers: list[Slots]) -> dict:
     """Return method, options and store of caches, as a file's header has them."""
-    method = layers[0].method
-    store = dict(name=type(layers[0]).__name__, **layers[0].options)
+    first = full_layers(layers)[0]
+    method = first.method
+    store = dict(name=type(first).__name__, **first.options)
     return dict(
         method=type(method).__name__,
         options=plain_options(method),

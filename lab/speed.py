@@ -247,7 +247,7 @@ def bounds(model, file: Path | None, sizes: list[tuple[int, int]], rounds: int) 
         if file is not None and B == 1:
             times = llama_cpp(file, random_tokens(model, B, T), rounds)
             rows += [own | dict(method="llama.cpp") | times] if times else []
-        cache = full_cache_bytes(model.config, T, model.embed.weight.itemsize)
+        cache = full_cache_bytes(model, T, model.embed.weight.itemsize)
         floor = (weight_bytes(model) + B * cache) / speed
         rows.append(own | dict(method="floor", step=floor))
     return rows

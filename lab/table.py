@@ -15,7 +15,7 @@ SHOWN = (
     "scissorhands",
     "kv_reviver_shrunk",
     "kvzip",
-    "worst_query",
+    "question_gates",
     "quantized_2",
     "h2o",
     "random",

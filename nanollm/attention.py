@@ -12,6 +12,7 @@ A mask says which slots a query sees. It is one of
 
 from contextlib import nullcontext
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,19 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend as Kernel, sdpa_kernel
 
 Mask = Tensor | str | None
+
+
+class Sliding(NamedTuple):
+    """How far back a layer sees: the last `size` tokens, or those of the query's chunk."""
+
+    size: int
+    in_chunks: bool = False
+
+    def first(self, pos: Tensor | int) -> Tensor | int:
+        """Return the first position that the queries at pos see."""
+        if self.in_chunks:
+            return pos - pos % self.size
+        return pos - self.size + 1
 
 
 def wide(x: Tensor) -> Tensor:
@@ -112,14 +126,23 @@ def fused(
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
 
-def visible(slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
+def visible(
+    slot_pos: Tensor,
+    bias: Tensor | None,
+    pos: Tensor,
+    sliding: Sliding | None = None,
+) -> Tensor:
     """Return a mask (B, H, T, S) of the slots that each query sees.
 
     Slots have positions slot_pos (B, H or 1, S), queries have positions pos (B or 1, T). Without a
     bias (B, H, S) the mask is boolean. With a bias it holds the slot's bias, and −∞ where the slot
-    is hidden.
+    is hidden. sliding: the layer sees no more than that.
     """
-    seen = slot_pos.unsqueeze(2) <= pos[:, None, :, None]
+    slot_pos = slot_pos.unsqueeze(2)
+    pos = pos[:, None, :, None]
+    seen = slot_pos <= pos
+    if sliding is not None:
+        seen = seen & (slot_pos >= sliding.first(pos))
     if bias is None:
         return seen
     return torch.where(seen, bias.unsqueeze(2), -math.inf)

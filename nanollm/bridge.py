@@ -16,6 +16,9 @@ caches of its own, so a batch may be repeated and reordered. It may also be padd
 every call the `attention_mask`, and each text is read as it would be alone. Positions then count a
 text's own tokens, without its padding, unless a call brings `position_ids`.
 
+Layers that see the last tokens alone keep those, whatever the method; a method compresses the
+others (sliding.py).
+
 Tried with transformers 5.2, 5.23 and 5.24. From 5.24 on, the argument `past_key_values` is called
 `cache`. There the bridge takes both names, as transformers does.
 
@@ -35,7 +38,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from nanollm.cache import Method, Slots, make_cache
+from nanollm.cache import Method, Slots, copied, make_cache
 from nanollm.check import check_forward
 from nanollm.foreign_layers import (
     Attention,
@@ -105,16 +108,16 @@ def attention(
     for rows, caches, skip in memory.parts(T):
         cache = caches[module.layer_idx]
         new_q, new_k, new_v = (x[rows, :, skip:] for x in (q, k, v))
-        if attention_mask is not None:
+        pos = torch.arange(cache.seen, cache.seen + T - skip, device=q.device)[None]
+        if attention_mask is not None and skip < T:
             mask = attention_mask[rows][:, :, skip:, skip - T :]  # of the new tokens
-            if not causal(mask):
+            if not causal(mask, pos, memory.model.windows[module.layer_idx]):
                 raise ValueError(
                     "the mask is not causal; leave it out, or give an attention_mask of padding"
                 )
         # a model that is called as a decoder may have caches that learn
         learns = torch.is_grad_enabled() and not memory.make
         with torch.set_grad_enabled(learns):
-            pos = torch.arange(cache.seen, cache.seen + T - skip, device=q.device)[None]
             # a text of which this call brings padding alone attends to nothing
             y = cache.attend(new_q, new_k, new_v, pos) if skip < T else new_q
         outputs.append(F.pad(y, (0, 0, skip, 0)))
@@ -186,6 +189,7 @@ class Bridged:
             max_len=config.max_position_embeddings,
         )
         self.windows = windows(config)
+        self.sliding: list[Slots] = []  # caches that a reread leaves as they are
         # whether the ids that a method has are what the model has read, and may be read again
         self.reads_again = True
         self.decoder = model.get_decoder()
@@ -199,7 +203,13 @@ class Bridged:
     def __call__(
         self, tokens: Tensor, caches: list[Slots] | None = None, last: int = 0
     ) -> Tensor:
-        """Return logits (B, T, V) for tokens (B, T) int64; if `last` > 0, only the last ones."""
+        """Return logits (B, T, V) for tokens (B, T) int64; if `last` > 0, only the last ones.
+
+        caches: of all layers, or in a reread (`rereading`) of those that do not slide.
+        """
+        if caches and len(caches) < len(self.blocks):
+            given, others = iter(caches), iter(copied(self.sliding))
+            caches = [next(given if x is None else others) for x in self.windows]
         check_forward(self, tokens, caches, last or None)
         if not self.reads_again:
             raise ValueError(

@@ -9,7 +9,7 @@ method.py says in which order everything is called, and what a method or a store
 """
 
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from nanollm.check import constructed, whole
 from nanollm.method import ALL, NEVER, Method, Scored
 from nanollm.packed import PackedSlots
+from nanollm.sliding import SlidingSlots, full_layers
 from nanollm.slots import Slots
 
 __all__ = ["ALL", "NEVER", "Method", "PackedSlots", "Scored", "Slots"]
@@ -28,7 +29,10 @@ def make_cache(
     """Return one store per layer of the decoder, all with one method, Kind(**options).
 
     store: a class of stores, by default the one that the method needs, or packed slots; with
-    options of its own, partial(RoundedSlots, bits=3). ValueError if an option is wrong.
+    options of its own, partial(RoundedSlots, bits=3). A layer that sees the last tokens alone has
+    `SlidingSlots` (or the store's `sliding`). If all layers are so, this holds for full attention
+    only: a method gets them all, and `Memory` refuses texts longer than they see. ValueError if an
+    option is wrong.
     """
     method = constructed(Kind, options)
     whole(f"watch of {Kind.__name__}", method.watch, 0)
@@ -38,7 +42,21 @@ def make_cache(
             "leave the other store out"
         )
     make = store or method.store or PackedSlots
-    return [make(method, model, i) for i in range(len(model.blocks))]
+    slide = getattr(model, "windows", [None] * len(model.blocks))
+    if None not in slide and (Kind is not Method or store is not None):
+        slide = [None] * len(slide)
+    caches = []
+    of = slide.count(None)
+    index = 0
+    for block, sliding in enumerate(slide):
+        if sliding is not None:
+            Store = getattr(make, "sliding", SlidingSlots)
+            caches.append(Store(sliding, model, block))
+        else:
+            caches.append(make(method, model, index, block))
+            caches[-1].of = of
+            index += 1
+    return caches
 
 
 @torch.no_grad()
@@ -57,9 +75,23 @@ def compress(model, tokens: Tensor, caches: list[Slots]):
         raise ValueError(
             "the caches have read another text than these tokens; give what they have read"
         )
-    caches[0].method.compress(model, tokens, caches)
+    layers = full_layers(caches)
+    layers[0].method.compress(rereading(model, caches), tokens, layers)
     for layer in caches:
         layer.end_prompt()
+
+
+def rereading(model, caches: list[Slots]):
+    """Return the model for a method that reads again, with caches of its own layers alone.
+
+    Layers that slide then go on in copies of their caches.
+    """
+    sliding = [layer for layer in caches if isinstance(layer, SlidingSlots)]
+    if not sliding:
+        return model
+    model = copy(model)
+    model.sliding = sliding
+    return model
 
 
 def begin_turn(caches: list[Slots]):
@@ -81,12 +113,14 @@ def crop(caches: list[Slots], n: int):
     entry, compresses, and feeds that token again.
     """
     for layer in caches:
+        layer.check_crop(n)
+    for layer in caches:
         layer.forget(n)
 
 
 def copied(caches: list[Slots]) -> list[Slots]:
     """Return an independent copy of the caches. Both refer to the same decoder and method."""
-    shared = [caches[0].model, caches[0].method]
+    shared = [x for layer in caches for x in (layer.model, layer.method)]
     return deepcopy(caches, {id(x): x for x in shared})
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from nanollm.attention import Sliding, visible
 from nanollm.model import rope, rotate
 
 # names of the output projection in model families
@@ -112,8 +113,8 @@ def rotations(model, keys: list[Tensor]) -> list[Tensor | None]:
     return found
 
 
-def windows(config) -> list[int | None]:
-    """Return how many of the last tokens each layer attends to, None for all."""
+def windows(config) -> list[Sliding | None]:
+    """Return how far back each layer sees, None if it sees everything."""
     sizes = dict(
         sliding_attention=getattr(config, "sliding_window", None),
         chunked_attention=getattr(config, "attention_chunk_size", None),
@@ -121,12 +122,18 @@ def windows(config) -> list[int | None]:
     kinds = getattr(config, "layer_types", None)
     if not kinds:  # a model that names no types has one window for all layers, or none
         kinds = ["sliding_attention"] * config.num_hidden_layers
-    return [sizes.get(kind) for kind in kinds]
+    found = []
+    for kind in kinds:
+        size = sizes.get(kind)
+        found.append(size and Sliding(size, kind == "chunked_attention"))
+    return found
 
 
-def causal(mask: Tensor) -> bool:
-    """Return whether a mask (B, 1, T, S) for the last T of S tokens hides only later tokens."""
-    T, S = mask.shape[-2:]
+def causal(mask: Tensor, pos: Tensor, sliding: Sliding | None) -> bool:
+    """Return whether a mask (B, 1, T, T) for new tokens at pos (1, T) hides only what it must.
+
+    That is later tokens, and what a layer that slides no longer sees.
+    """
     shown = mask if mask.dtype == torch.bool else mask == 0
-    expected = torch.ones_like(shown).tril(S - T)
-    return torch.equal(shown, expected)
+    expected = visible(pos[:, None], None, pos, sliding)
+    return torch.equal(shown, expected.expand_as(shown))

@@ -9,6 +9,7 @@ from transformers import Cache
 
 from nanollm.cache import Method, Slots, begin_turn, compress, copied, crop
 from nanollm.check import check_tokens
+from nanollm.sliding import SlidingSlots, full_layers
 
 PAST = "does not go through transformers' attention interface; take another model"
 
@@ -132,11 +133,11 @@ class Memory(Cache):
             raise ValueError(
                 f"{end} tokens exceed the model's {longest} positions; shorten the text"
             )
-        for layer, window in enumerate(self.model.windows):
-            if window is not None and end > window:
+        for cache, window in zip(self.caches, self.model.windows):
+            if window and end > window.size and not isinstance(cache, SlidingSlots):
                 raise ValueError(
-                    f"layer {layer} attends to the last {window} tokens alone, and the text has "
-                    f"{end}; shorten the text, or take another model"
+                    f"all layers attend to the last {window.size} tokens alone, and the text has "
+                    f"{end}; shorten the text, take another model, or the method full"
                 )
         n = len(self.texts)
         if self.seen and self.make and B % n:
@@ -232,7 +233,7 @@ class Memory(Cache):
         Raise ValueError if not.
         """
         seen = self.seen
-        first = self.texts[0][0]
+        first = full_layers(self.caches)[0]
         if type(first.method) is not Method and not first.prompt_done:
             raise ValueError(
                 "generate begins to decode, but the prompt has not been compressed; call first "

@@ -55,11 +55,19 @@ class Slots:
         method: Method | None = None,
         model=None,
         index: int = 0,
+        block: int | None = None,
     ):
-        """method: decides what stays; by default everything. index: which layer this is."""
+        """method: decides what stays; by default everything. index: which of its layers this is.
+
+        block: which layer of the model this is, by default the same. Where some layers slide
+        (sliding.py), the method's layers are fewer.
+        """
         self.method = Method() if method is None else method
         self.model = model
         self.index = index
+        self.block = index if block is None else block
+        # how many layers the method has
+        self.of = 1 if model is None else len(model.blocks)
         self.watch = self.method.watch
 
         # (B, H, capacity, ...): k, v, pos, the method's numbers
@@ -80,7 +88,7 @@ class Slots:
     @property
     def w_o(self) -> Tensor:
         """Return this layer's output projection W_O, (d_model, H·G, D)."""
-        return self.model.blocks[self.index].attention.w_o
+        return self.model.blocks[self.block].attention.w_o
 
     @property
     def freq(self) -> Tensor:
@@ -93,7 +101,7 @@ class Slots:
             return torch.zeros(self.w_o.shape[2] // 2)
         freq = self.model.freq
         if isinstance(freq, list):  # a model of transformers
-            freq = freq[self.index]
+            freq = freq[self.block]
         if freq is None:
             raise ValueError(
                 "how this model rotates its keys is not known, and this method has to undo it; "
@@ -307,18 +315,8 @@ class Slots:
         self.forgotten = gone
 
     def crop(self, n: int):
-        """Remove the newest tokens, so that n are left, as if they had not been written.
-
-        Only before `compress`: after it, a head may have evicted any of them.
-        """
-        if not 0 <= n <= self.seen:
-            raise ValueError(
-                f"{n} tokens cannot be left of {self.seen}; give 0 to {self.seen}"
-            )
-        if self.prompt_done and n < self.seen:
-            raise ValueError(
-                "a compressed cache cannot forget tokens; call crop before compress"
-            )
+        """Remove the newest tokens, so that n are left, as if they had not been written."""
+        self.check_crop(n)
         if self.length == self.seen and not self.ragged:  # slot i holds token i
             self.length = n
         elif n < self.seen:
@@ -330,6 +328,20 @@ class Slots:
         self.seen = n
         if self.ids is not None:
             self.ids = self.ids[:, :n]
+
+    def check_crop(self, n: int):
+        """Raise ValueError unless all but the first n tokens can be removed.
+
+        Only before `compress` they can: after it, a head may have evicted any of them.
+        """
+        if not 0 <= n <= self.seen:
+            raise ValueError(
+                f"{n} tokens cannot be left of {self.seen}; give 0 to {self.seen}"
+            )
+        if self.prompt_done and n < self.seen:
+            raise ValueError(
+                "a compressed cache cannot forget tokens; call crop before compress"
+            )
 
     def keep(self, i: Tensor):
         """Keep only slots i (B, H, n) of all per-slot tensors; −1 stands for an empty slot."""

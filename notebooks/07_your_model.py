@@ -19,6 +19,7 @@ import torch
 import transformers
 
 # %%
+from methods.baselines.kvzip import KVzip
 from methods.baselines.snap_kv import SnapKV
 from nanollm.cache import Method, bytes_in_16_bits, cache_bytes
 from lab import plot, table
@@ -37,7 +38,7 @@ torch.set_grad_enabled(False);  # or whatever is read would be kept for a backwa
 #
 # `MODEL` is "smollm2", a GGUF file, or a folder with `config.json`, weights and a tokenizer, as `save_pretrained` writes them. Nothing is downloaded. `load` returns the model in a wrapper for our measurements, and its tokenizer. `dtype="bfloat16"` halves the bytes of a large model.
 #
-# If your model and tokenizer are already loaded, use `Bridged(model)` and, from `nanollm.tokenizer`, `Foreign(tokenizer)`.
+# If your model is already loaded, use `Bridged(model)`, and for its tokenizer `hf_tokenizer(FOLDER)` from `nanollm.checkpoint`, the folder to which its `save_pretrained` has written.
 
 # %%
 MODEL, DEVICE = "smollm2", "cpu"  # ← a folder or a file of your own, and "cuda" if you have it
@@ -221,9 +222,6 @@ def draw(rows):
     labels = "accuracy, aware", "accuracy, agnostic", "KL(full ‖ compressed) per token, nats"
     for axis, key, label in zip(axes, ("aware", "agnostic", "kl"), labels):
         plot.over_bytes(axis, points, full, key, label)
-        axis.set_xlim(full["live_16"] / 8192, full["live_16"] / 1024)  # an eighth of full, to full
-    for axis in axes[:2]:
-        axis.get_legend().remove()
 
 
 draw(rows)
@@ -274,7 +272,9 @@ detach(model)
 #
 # ## Models that are refused
 #
-# A cache here computes plain attention over the kept entries. A model that computes something else (capped scores, a short sliding window, sink logits, cross attention) would give wrong answers, so `attach` refuses it and says why. Two examples: a small model with random weights and a sliding window, and your model with padding on the right. (Padding on the left is served: each text of a batch has caches of its own.)
+# A cache here computes plain attention over the kept entries. A model that computes something else (capped scores, sink logits, cross attention) would give wrong answers, so `attach` or the first call refuses it and says why. Two examples: a small model with random weights of which all layers slide, that is, see the last 16 tokens alone, and your model with padding on the right. (Padding on the left is served: each text of a batch has caches of its own.)
+#
+# If some layers slide and others see everything, as in Gemma 3, the model is served. A method then compresses the layers that see everything, and its keep ratio is of these. The others keep what they see.
 
 # %%
 Model = transformers.MistralForCausalLM
@@ -285,7 +285,8 @@ text = torch.arange(3, 43)[None]  # 40 tokens
 padding = dict(attention_mask=(text < 39).to(DEVICE))  # as if the last four were padding
 for one, more in (sliding, {}), (model, padding):
     try:
-        one(text.to(one.device), past_key_values=attach(one), **more)
+        memory = attach(one, KVzip, budget=10)
+        one(text.to(one.device), past_key_values=memory, **more)
     except ValueError as error:
         print(f"{type(one).__name__}: {error}")
 detach(model)

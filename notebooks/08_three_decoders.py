@@ -58,7 +58,7 @@ for name in COLOURS:
 
 # %%
 ROWS = {"smollm2": "smollm2", "built": "all", "learned": "learned"}  # sections of RESULTS.md
-METHODS = "kvzip kvzip_fast question_gates worst_query quantized_4 quantized_2 snap_kv h2o".split()
+METHODS = "kvzip kvzip_fast question_gates quantized_4 quantized_2 snap_kv h2o".split()
 figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
 for name, colour in COLOURS.items():
     stored = by_method(ROWS[name])
@@ -73,7 +73,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# KVzip and gates stand on the right for all three, SnapKV and H2O on the left. On two others the decoders disagree. `worst_query`, a method of ours, and two bits a number keep nearly everything on the small decoders, and about a quarter on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
+# KVzip and gates stand on the right for all three, SnapKV and H2O on the left. On one other the decoders disagree. Two bits a number keep nearly everything on the small decoders, and about a quarter on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
 #
 # ## Few heads retrieve
 #

@@ -80,7 +80,6 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
 FAMILIES = {
     "window scores": "snap_kv pyramid_kv ada_kv snap_kv+critical snap_kv+theta "
                      "snap_kv+residual tova",
-    "worst window query": "defensive_kv layer_defensive_kv worst_query",
     "chunks, window scores": "chunk_kv chunk_kv_reuse chunk_kv_semantic",
     "the past": "h2o scissorhands cam",
     "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",
@@ -128,7 +127,7 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 # - **Long grey lines** are lost bets. SnapKV, ChunkKV and `chunk_kv_semantic` find half of the needles or more aware, and none agnostic. CriticalKV's norms on top (`critical`) lose most answers even aware, though the outputs change less (notebook 01).
 # - **Ring and dot together, on the left**: the past does not know which fact will be asked for, and the newest, the oldest and the strangest entries do not either. H2O finds two thirds of the labels that the full cache finds, because many examples say the same.
 # - **Ring and dot together, on the right**: KVzip, its variants and three or four bits a number answer either way. Fast KVzip reads once, with gates that it has learned. `question_gates` has learned from questions, and answers more than the full cache.
-# - **In between**: `worst_query` finds a quarter of the later needles, two bits an eighth. On the small decoders both find nearly all (notebook 08).
+# - **In between**: two bits find an eighth of the later needles. On the small decoders they find nearly all (notebook 08).
 # - KVReviver as printed stands apart in the last column. Its repaired variants (`mean`, `shrunk`) have a larger KL than H2O, and no more answers.
 #
 # The standard error of a dot stands above the figure. A difference of less than two of them decides nothing.
@@ -143,7 +142,7 @@ for axis, decoder in zip(axes, ("smollm2", "built", "learned")):
     measured = by_method("all" if decoder == "built" else decoder)
     answers = lambda row: row["needle_agnostic"] + row["pairs_agnostic"]
     full = answers(measured["full", None])
-    for name in "snap_kv h2o worst_query kvzip_fast question_gates kvzip".split():
+    for name in "snap_kv h2o kvzip_fast question_gates kvzip".split():
         ratios = sorted(ratio for method, ratio in measured if method == name)
         line = [answers(measured[name, ratio]) for ratio in ratios]
         axis.plot(ratios, np.divide(line, full), label=name, **plot.style(name))
@@ -156,7 +155,7 @@ axes[0].set(ylabel="answers kept, agnostic")
 axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses a third on SmolLM2. `question_gates` loses least with few entries on SmolLM2 and *learned*; on *built* it follows KVzip. Its gates have learned from questions of these kinds, about other facts. `worst_query` loses at most 2 % with a quarter on the small decoders. On SmolLM2 it loses three quarters.
+# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses a third on SmolLM2. `question_gates` loses least with few entries on SmolLM2 and *learned*; on *built* it follows KVzip. Its gates have learned from questions of these kinds, about other facts.
 #
 # Bytes are not the only price. With KVzip's reread, reading takes about three times as long on *built* (notebook 10). Fast KVzip and `question_gates` avoid it, but must learn first, once for a decoder. Few bits must become numbers again at each step. RESULTS.md, `speed`, has the times of eight other methods.
 #
@@ -172,7 +171,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | reading twice; 8 entries of the budget |
 # | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |
 #
-# The table is for SmolLM2, one pretrained decoder. On *built* and *learned* some rows would read otherwise: there `worst_query` and two bits are enough. On your model the answer may differ again, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
+# The table is for SmolLM2, one pretrained decoder. On *built* and *learned* some rows would read otherwise: there two bits are enough. On your model the answer may differ again, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
 #
 # The page of text is also in a browser: [docs/index.html](../docs/index.html) shows it with some of the methods, and needs no installation.
 #
@@ -195,7 +194,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 #
 # <details><summary>Hint</summary>
 #
-# `by_method("learned")` has the rows. Look at `worst_query` and `quantized_2` first.
+# `by_method("learned")` has the rows. Look at `quantized_2` first.
 # </details>
 #
 # 3. Draw the page with an eighth of the entries. Which dots fall, and why KVzip's ring for labels?

@@ -86,7 +86,7 @@ print(f"The first 9 of {len(shares)} heads get {shares[:9].sum() / shares.sum():
       f"the last 45 get {shares[45:].sum() / shares.sum():.0%}.")
 
 # %% [markdown]
-# A tenth of the heads gets more than a third of all entries, and half of the heads an eighth. With these budgets even a random choice within each head finds half of the later needles in a quarter of the entries, and KeyDiff two thirds. With equal budgets they find 0.00 and 0.03. Windows spread over the text find none, and no rule that we tried without KVzip's scores finds more than the 0.41 of `worst_query`: no query in the text asks for a fact (RESULTS.md, `free`).
+# A tenth of the heads gets more than a third of all entries, and half of the heads an eighth. With these budgets even a random choice within each head finds half of the later needles in a quarter of the entries, and KeyDiff two thirds. With equal budgets they find 0.00 and 0.03. Windows spread over the text find none, and no rule that we tried without KVzip's scores finds a fifth: no query in the text asks for a fact (RESULTS.md, `free`).
 #
 # Gates that imitate KVzip choose better, and they are as cheap: those of one text find 0.80 of the needles in a quarter (RESULTS.md, `gates`).
 #

@@ -78,9 +78,17 @@ function facts() {
   return {answers, marked};
 }
 
-function expected() {  // the right answer: the text's, or else the full cache's
+function expected() {  // what the text says, or if it says nothing, what the full cache answers
   const asked = [...reading.question.matchAll(/The code of (\w+) is/g)].at(-1);
-  return facts().answers[asked?.[1]] ?? short((reading.full ?? stored("full", 100, true)).answer);
+  const said = facts().answers[asked?.[1]];
+  if (said !== undefined) return {answer: said, source: "Right answer"};
+  return {answer: short((reading.full ?? stored("full", 100, true)).answer), source: "The full cache's answer"};
+}
+
+function verdict(answer) {
+  const {answer: wanted, source} = expected(), same = short(answer) === wanted;
+  if (source === "Right answer") return same ? ": ✓ right." : `: ✗ wrong. The text says ${wanted}.`;
+  return same ? ": ✓ as the full cache does." : `: ✗ The full cache answers ${wanted}.`;
 }
 
 const short = answer => /^\s*\d+/.exec(answer)?.[0].trim() ?? answer.trim();
@@ -185,7 +193,7 @@ function draw() {
   $("panels").replaceChildren(...Object.keys(shown).map(side => panel(side, shown[side], marked)));
   if (focus) document.querySelector(`[data-focus="${focus}"]`)?.focus({preventScroll: true});
   $("asked").replaceChildren("The text ends with the question ", element("b", {}, reading.question),
-    ` Right answer: ${expected()}. The darker a token, the more heads keep it. `,
+    ` ${expected().source}: ${expected().answer}. The darker a token, the more heads keep it. `,
     "Underlined: facts. Choose a token to see its heads, or a head to see its tokens.");
   $("curve").replaceChildren(...(data.curve ? [curve("aware", "The question comes with the text"),
                                                curve("agnostic", "The question comes later")] : []));
@@ -208,14 +216,14 @@ function panel(side, view, marked) {
   const step = played[side]?.[$("moment").value - 1];
   const kept = step?.kept ?? view.kept, n = step?.n ?? view.n;
   const tokens = [...reading.tokens, ...(played[side] ?? []).slice(0, $("moment").value).map(step => step.token)];
-  const right = short(view.answer) === expected(), share = view.bytes / fullBytes();
+  const share = view.bytes / fullBytes();
   const method = state[side];
   return element("section", {className: `panel ${side}`, ariaLabel: `${TITLE.get(method)}, ${side}`},
     element("h3", {}, TITLE.get(method)),
     element("p", {className: "small"}, SENTENCE.get(method) || "stored result",
             view.live || !data.live ? "" : " (stored result)"),
     element("p", {className: "verdict"}, "Answers ", element("b", {}, short(view.answer) || "nothing"),
-            right ? ": ✓ right." : `: ✗ wrong. The text says ${expected()}.`),
+            verdict(view.answer)),
     element("div", {className: "bar", role: "img", ariaLabel: `${percent(share)} of the full cache`},
             element("i", {style: `width:${100 * Math.min(share, 1)}%`})),
     element("p", {className: "small"}, `${kib(view.bytes)} of ${kib(fullBytes())}: ${percent(share)} of the `,

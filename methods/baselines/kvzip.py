@@ -111,7 +111,7 @@ class Reread:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         self.layer.write(k, v, pos)
         self.look(q, pos)
-        if self.layer.index == len(self.layer.model.blocks) - 1:
+        if self.layer.block == len(self.layer.model.blocks) - 1:
             return torch.zeros_like(q)  # nothing uses the reread's logits
         return self.layer.attention(q, pos)[0]
 

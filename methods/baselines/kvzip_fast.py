@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from methods.baselines.kvzip import KVzip
-from nanollm.cache import Slots, make_cache
+from nanollm.cache import Slots, full_layers, make_cache, rereading
 from nanollm.generate import prefill
 from nanollm.model import rope, rotate
 
@@ -76,7 +76,7 @@ class FastKVzip(KVzip):
         if layer.prompt_done:
             return
         x = gate_inputs(layer, q)
-        right = len(layer.model.blocks), x.shape[2] + 1, layer.k.shape[1]
+        right = layer.of, x.shape[2] + 1, layer.k.shape[1]
         if self.gates.shape != right:
             raise ValueError(
                 f"gates {tuple(self.gates.shape)} must be {right} for this decoder; "
@@ -135,9 +135,11 @@ def lessons(
         parts = torch.from_numpy(batch.tokens).split(rows)
         for text in tqdm(parts, "lessons of the gates", leave=False, disable=None):
             text = text.to(device)
-            layers = make_cache(model, Teacher, budget=T)
-            prefill(model, text, layers, 64)
-            scores = layers[0].method.scores(model, text, layers)
+            caches = make_cache(model, Teacher, budget=T)
+            prefill(model, text, caches, 64)
+            layers = full_layers(caches)
+            again = rereading(model, caches)
+            scores = layers[0].method.scores(again, text, layers)
             x.append(
                 torch.stack([layer.notes["inputs"].flatten(0, 1) for layer in layers])
             )

@@ -43,7 +43,7 @@ class PyramidKV(SnapKV):
     def budgets(self, window: Window, scores: Tensor) -> int:
         layer = window.layer
         before = layer.seen - window.w  # the same in all layers, as `seen` is
-        numbers = pyramid(window.room, len(layer.model.blocks), before, self.beta)
+        numbers = pyramid(window.room, layer.of, before, self.beta)
         return numbers[layer.index]
 
 

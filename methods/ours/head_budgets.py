@@ -19,7 +19,7 @@ from torch import Tensor
 
 from methods.baselines.key_diff import likeness
 from methods.baselines.kvzip import KVzip
-from nanollm.cache import NEVER, Slots, make_cache
+from nanollm.cache import NEVER, Slots, full_layers, make_cache, rereading
 from nanollm.generate import prefill
 
 
@@ -64,9 +64,11 @@ class HeadBudgets(KVzip):
         T = min(512, (model.config.max_len - 8) // 2)
         text = torch.from_numpy(tasks.batch("plain", 0, 1, T).tokens)
         text = text.to(model.embed.weight.device)
-        layers = make_cache(model, KVzip, budget=T)
-        prefill(model, text, layers)
-        scores = layers[0].method.scores(model, text, layers)
+        caches = make_cache(model, KVzip, budget=T)
+        prefill(model, text, caches)
+        layers = full_layers(caches)
+        again = rereading(model, caches)
+        scores = layers[0].method.scores(again, text, layers)
         scores = torch.stack([x[0] for x in scores])  # (L, H, T)
         least = scores.flatten().topk(scores.numel() // 4).values[-1]
         count = (scores >= least).sum(-1).float()

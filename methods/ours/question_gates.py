@@ -27,7 +27,7 @@ from tqdm import trange
 
 from methods.baselines.kvzip_fast import FastKVzip, Teacher, fit, lessons
 from nanollm.attention import probabilities, visible, wide
-from nanollm.cache import Slots, make_cache
+from nanollm.cache import Slots, copied, full_layers, make_cache
 from nanollm.generate import prefill
 from nanollm.model import rope, rotate
 
@@ -45,6 +45,7 @@ class Asked(NamedTuple):
 
     # of each layer, the gates' inputs (B, T, n), in 16 bits, in CPU memory
     context: list[Tensor]
+    sliding: list[Slots]  # caches of the layers that slide; they have no gates
     tokens: Tensor  # (B, T'), question and answer
     n: int  # tokens of the answer, at the end of T'
 
@@ -71,11 +72,14 @@ def ask(
             tokens = torch.from_numpy(batch.tokens[first : first + rows])
             tokens = tokens.to(device)
             answer = batch.answers[0]
-            layers = make_cache(model, Teacher, budget=T)
-            prefill(model, tokens[:, : batch.question], layers, 64)
+            caches = make_cache(model, Teacher, budget=T)
+            prefill(model, tokens[:, : batch.question], caches, 64)
+            layers = full_layers(caches)
             context = [layer.notes["inputs"].half() for layer in layers]
+            sliding = [layer for layer in caches if layer not in layers]
             question = tokens[:, batch.question : answer.stop]
-            asked.append(Asked(context, question, answer.stop - answer.start))
+            n = answer.stop - answer.start
+            asked.append(Asked(context, sliding, question, n))
     return asked
 
 
@@ -133,7 +137,9 @@ def surprise(model, asked: Asked, keep: Tensor) -> Tensor:
     """Return the mean −log p of the right answer's tokens if `keep` (B, L, H, T) stay."""
     c = model.config
     layers = make_cache(model, store=partial(Kept, keep=keep))
-    for layer, x in zip(layers, asked.context):
+    for layer in copied(asked.sliding):
+        layers[layer.block] = layer
+    for layer, x in zip(full_layers(layers), asked.context):
         x = x.to(layer.w_o).unflatten(2, (-1, c.head_dim))
         x = x.transpose(1, 2)
         _, k, v = x.split((c.n_heads, c.n_kv_heads, c.n_kv_heads), 1)

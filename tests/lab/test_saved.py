@@ -133,12 +133,12 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
 
     save_file(dict(x=torch.ones(2)), tmp_path / "weights")
     (tmp_path / "cut").write_bytes(file.read_bytes()[:500])
-    later = file.read_bytes().replace(b'version\\": 6', b'version\\": 5')
+    later = file.read_bytes().replace(b'version\\": 7', b'version\\": 5')
     (tmp_path / "later").write_bytes(later)
     for name, message in (
         ("weights", "not a saved cache"),
         ("cut", "not a saved cache"),
-        ("later", "version 5, .* version 6"),
+        ("later", "version 5, .* version 7"),
     ):
         with raises(ValueError, match=f"{name} .*{message}"):
             header(tmp_path / name)

@@ -1,6 +1,5 @@
 """Every question has one answer that the facts determine."""
 
-from collections import Counter
 import json
 import re
 from types import SimpleNamespace

@@ -58,7 +58,7 @@ ONCE = "+residual", "+theta", *GATED  # they refuse to compress another turn
 # their choice turns on rounding, or on the bytes of a number
 UNLIKE_IN_16_BITS = "semantic", "kv_reviver", "scissorhands"
 # they also keep tokens for other reasons than attention or age
-GAPS = "random", "+residual", "chunk", "key_diff", "defensive", "head_budgets", *GATED
+GAPS = "random", "+residual", "chunk", "key_diff", "head_budgets", *GATED
 
 
 def has(name, words) -> bool:

@@ -1,6 +1,7 @@
 """A decoder's caches: a store for each layer, numbers of tokens that do not fit, and memory."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ def test_the_memory_formula_counts_what_is_allocated(note):
         d_model=4096,
         d_ff=11_008,
     )
+    llama = SimpleNamespace(config=llama)
     assert full_cache_bytes(llama, 2048) == 2**30
     note("R8", llama_2_7b_gib=full_cache_bytes(llama, 2048) / 2**30)
     model = decoder()
@@ -53,5 +55,5 @@ def test_the_memory_formula_counts_what_is_allocated(note):
     model(TOKENS[:1, :30], caches)
     # this cache also remembers where its tokens stood
     positions = sum(layer.pos.nbytes for layer in caches)
-    expected = full_cache_bytes(model.config, 30, bytes_per_number=4)
+    expected = full_cache_bytes(model, 30, bytes_per_number=4)
     assert cache_bytes(caches)[0] - positions == expected

@@ -137,4 +137,4 @@ def test_what_is_wrong_is_one_line(folder, tmp_path, capsys):
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     (error,) = [line for line in lines if line.startswith("error: ")]
-    assert "layer 0 attends to the last 64 tokens alone" in error
+    assert "all layers attend to the last 64 tokens alone" in error

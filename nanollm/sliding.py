@@ -1,0 +1,61 @@
+"""The store of a layer that sees the last tokens alone: it keeps those, whatever the method.
+
+Gemma 3, Olmo 3 and others have such layers between layers that see everything. What a layer cannot
+see need not be stored, so a method compresses the other layers, as in KVzip's code; NVIDIA/kvpress
+does so for one class of Gemma 3, and evicts within the window in all other models.
+
+    size 4:              the query at 9 sees 6 7 8 9
+    size 4 in chunks:    the query at 9 sees 8 9, because chunks begin at 0 4 8
+"""
+
+from torch import Tensor
+
+from nanollm.attention import Mask, Sliding, visible
+from nanollm.slots import Slots
+
+
+class SlidingSlots(Slots):
+    """Plain slots of the tokens that the newest token sees."""
+
+    def __init__(self, sliding: Sliding, model=None, index: int = 0):
+        super().__init__(None, model, index)
+        self.sliding = sliding
+
+    def room(self, T: int) -> int:
+        return min(T, self.sliding.size)
+
+    def mask(self, slot_pos: Tensor, bias: None, pos: Tensor) -> Mask:
+        return visible(slot_pos[:, :1], bias, pos, self.sliding)
+
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, None]:
+        y, p = super().attention(q, pos)
+        self.trim()
+        return y, p
+
+    def trim(self):
+        """Evict what the newest token does not see."""
+        first = self.sliding.first(self.seen - 1)
+        first = max(first, 0)
+        in_sight = self.seen - first
+        too_many = self.length - in_sight
+        if too_many == 1:  # as in decoding: no copy of the others
+            self.drop(self.pos.argmin(-1, keepdim=True))
+        elif too_many > 1:
+            self.keep_chosen(self.pos >= first)
+
+    def forget(self, n: int):
+        self.crop(n)  # no window of queries is observed here
+
+    def check_crop(self, n: int):
+        super().check_crop(n)
+        evicted = self.seen - self.length
+        if self.sliding.first(n) < evicted:
+            raise ValueError(
+                f"layer {self.index} keeps the last {self.sliding.size} tokens, so only the newest "
+                f"can be forgotten, and not {self.seen - n}; read the text into new caches"
+            )
+
+
+def full_layers(caches: list[Slots]) -> list[Slots]:
+    """Return the layers that a method compresses; if all slide, all of them."""
+    return [x for x in caches if not isinstance(x, SlidingSlots)] or caches
