@@ -301,6 +301,9 @@ def generate(model, *args, **kwargs):
             raise ValueError(
                 "guidance_scale reads a second text, with a full cache of its own; leave it out"
             )
+        drafts = "assistant_model", "prompt_lookup_num_tokens"
+        if any(kwargs.get(name) for name in drafts) and not memory.is_croppable:
+            memory.refuse()
         in_use.generates = memory.model.decoder
     try:
         return type(model).generate(model, *args, **kwargs)

@@ -174,6 +174,11 @@ def check_caches(caches: list, layers: int, B: int):
 
 def check_tokens(x: Tensor, name: str = "tokens"):
     """Raise ValueError unless x is an int64 tensor (B, T) with B and T at least 1."""
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"{name} are a {type(x).__name__}; they must be a tensor (B, T), such as a tokenizer's "
+            "input_ids"
+        )
     if x.dtype != int64 or x.dim() != 2 or not x.numel():
         raise ValueError(
             f"{name} are {x.dtype} of shape {tuple(x.shape)}; they must be an int64 tensor "

@@ -346,10 +346,33 @@ class Memory(Cache):
         rows = torch.arange(len(self.texts))
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
+    @property
+    def is_croppable(self) -> bool:
+        return not self.caches[0].prompt_done
+
+    def crop(self, tokens: int):
+        """Take the newest tokens back, as drafts need it; not after `compress`.
+
+        tokens: how many go, as a number below 0. Before transformers 5.23 also: how many stay.
+        """
+        if not tokens:
+            return
+        if not self.is_croppable:
+            self.refuse()
+        n = self.seen + tokens if tokens < 0 else min(tokens, self.seen)
+        for caches, pad in zip(self.texts, self.pads):
+            crop(caches, max(n - pad, 0))
+        self.seen = n
+        if torch.is_tensor(self.tokens):
+            self.tokens = self.tokens[:, :n]
+
     def refuse(self, *_, **__):
         raise ValueError(
-            "a memory cannot take tokens back; use greedy decoding, beams or sampling, and "
-            "attach(model, …) for a new memory"
+            "a compressed memory cannot take tokens back, nor any be reset; use greedy decoding, "
+            "beams or sampling, and attach(model, …) for a new memory"
         )
 
-    crop = activate_past_recording = reset = refuse
+    reset = refuse
+
+    def activate_past_recording(self, *_, **__):
+        """Do nothing: `crop` needs no record of the past."""

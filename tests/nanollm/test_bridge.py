@@ -295,6 +295,7 @@ SKIPS = torch.ones(3, 1, 10, T).tril(30).bool() & (torch.arange(T) != 4)
     [
         ("all 40 tokens", dict(attention_mask=HIDDEN), "Llama", {}),
         ("all 40 tokens", dict(attention_mask=HIDDEN[:, -10:]), "GPT2", {}),
+        ("all 40 tokens", dict(attention_mask=torch.ones(1, 40)), "GPT2", {}),
         ("not causal", dict(attention_mask=torch.zeros(3, 1, 10, T)), "Llama", {}),
         ("hides tokens", dict(attention_mask=SKIPS), "Llama", {}),
         ("attention weights", dict(output_attentions=True), "Llama", {}),
@@ -361,14 +362,27 @@ def test_a_memory_is_read_by_its_own_model_while_that_is_attached(model):
         same(read(each, NEW), bridged(TOKENS)[:, 30:])
 
 
+def test_drafts_write_what_the_model_writes_unless_the_memory_is_compressed(model):
+    tokens = TOKENS[:1].repeat(1, 2)  # what comes again can be looked up
+    options = dict(max_new_tokens=20, do_sample=False, eos_token_id=2)
+    expected = model.generate(tokens, **options)
+    options |= dict(prompt_lookup_num_tokens=3)
+    memory = attach(model)
+    assert model.generate(tokens, past_key_values=memory, **options).equal(expected)
+    seen = {layer.seen for layer in memory.caches}
+    assert seen == {memory.seen} == {expected.shape[1] - 1}
+    memory = attach(model)
+    read(memory, tokens)
+    memory.compress(tokens)
+    refused("beams", model.generate, tokens, past_key_values=memory, **options)
+
+
 @torch.enable_grad()
-def test_gradients_and_drafts_are_refused(model):
+def test_gradients_are_refused(model):
     refused("no gradient", read(attach(model), READ).sum().backward)
     x = model.get_input_embeddings()(READ).detach().requires_grad_()
     y = model(inputs_embeds=x, past_key_values=attach(model)).logits
     refused("no gradient", torch.autograd.grad, y.sum(), x)
-    draft = dict(max_new_tokens=20, prompt_lookup_num_tokens=3)
-    refused("beams", model.generate, TOKENS[:1], past_key_values=attach(model), **draft)
 
 
 # ---- batches, other layers, other weights ---

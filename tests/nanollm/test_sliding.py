@@ -10,6 +10,7 @@ import transformers as hf
 from lab.kept import full_cache_bytes, held, slots_per_head
 from lab.methods_by_name import pick
 from lab.replay import Recorder, record, replay
+from lab.retrieval import as_decoded
 from lab.saved import header, load, save
 from methods.baselines.h2o import H2O
 from methods.baselines.kvzip import KVzip
@@ -122,6 +123,8 @@ def test_a_method_compresses_the_layers_that_see_everything(family, name):
     for size in T, 7:
         memory = attach(model, variant.kind, **options)
         read(model, memory, TOKENS, size)
+        with pytest.raises(ValueError, match="has not been compressed"):
+            model.generate(TOKENS, past_key_values=memory)
         memory.compress(TOKENS)
         memories.append(memory)
     memory, in_pieces = memories
@@ -133,7 +136,9 @@ def test_a_method_compresses_the_layers_that_see_everything(family, name):
     kept = [full_layers(caches) for caches in memory.texts]
     hidden = evicted(model, kept)
     after = torch.cat((TOKENS[:, -1:], AFTER), 1)
-    if kept[0][0].method.appends:
+    appends = kept[0][0].method.appends
+    assert len(as_decoded(AFTER, memory.caches)) == 1 if appends else 2 * W
+    if appends:
         same(read(model, memory, after, 1), masked(model, hidden, after))
     # else the method evicts on; test_contract.py follows that
 
@@ -196,6 +201,8 @@ def test_layers_are_counted_among_those_of_the_method():
     caches = make_cache(bridged, PyramidKV, budget=13, window_size=4, beta=4)
     places = [(layer.index, layer.of, layer.block) for layer in full_layers(caches)]
     assert places == [(0, 2, 1), (1, 2, 3)]
+    w_o = [layer.w_o.data_ptr() for layer in caches]
+    assert w_o == [block.attention.w_o.data_ptr() for block in bridged.blocks]
     prefill(bridged, TOKENS, caches)
     compress(bridged, TOKENS, caches)
     assert [layer.length for layer in full_layers(caches)] == [20, 6]
