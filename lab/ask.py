@@ -2,15 +2,18 @@
 
 import argparse
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+import sys
 import time
 
 import torch
+from tqdm import tqdm
 
 from lab.loading import loaded
 from lab.methods_by_name import pick
 from lab.saved import header, load
-from nanollm.cache import copied, make_cache
+from nanollm.cache import compress, copied, make_cache
 from nanollm.check import whole
 from nanollm.generate import prefill
 from nanollm.tokenizer import opening
@@ -30,13 +33,17 @@ def main(argv: list[str]):
     model, encoding = loaded(args)
     caches = made(model, note, head["options"])
     load(args.cache, caches)
+    asked = {"": caches}
+    if args.compare:
+        asked["   the full cache"] = read_again(model, caches)
     for question in map(str.strip, args.questions):
-        began = time.perf_counter()
-        print(f"{question} ▸ ", end="", flush=True)
-        for piece in answer(model, encoding, copied(caches), question, args.tokens):
-            print(piece, end="", flush=True)
-        milliseconds = 1000 * (time.perf_counter() - began)
-        print(f"   [{milliseconds:.0f} ms]", flush=True)
+        for name, read in asked.items():
+            began = time.perf_counter()
+            print(f"{name or question} ▸ ", end="", flush=True)
+            for piece in answer(model, encoding, copied(read), question, args.tokens):
+                print(piece, end="", flush=True)
+            milliseconds = 1000 * (time.perf_counter() - began)
+            print(f"   [{milliseconds:.0f} ms]", flush=True)
 
 
 def made(model, note: dict, options: dict) -> list:
@@ -51,6 +58,25 @@ def made(model, note: dict, options: dict) -> list:
     return make_cache(model, variant.kind, variant.store, **options)
 
 
+def read_again(model, caches: list) -> list:
+    """Return full caches of the text that these caches have read."""
+    full = make_cache(model)
+    read(model, caches[0].ids, full)
+    compress(model, caches[0].ids, full)
+    return full
+
+
+def read(model, tokens: torch.Tensor, caches: list):
+    """Read tokens (1, T), and show how far it has come."""
+    for part in tqdm(tokens.split(512, 1), "reading", leave=False, disable=None):
+        prefill(model, part, caches)
+
+
+@cache
+def say_once(line: str):
+    print(line, file=sys.stderr)
+
+
 def around(encoding, config) -> tuple[list[int], list[int]]:
     """Return the tokens before a text, and those between a question and its answer.
 
@@ -58,15 +84,18 @@ def around(encoding, config) -> tuple[list[int], list[int]]:
     """
     try:
         return encoding.turn()
-    except (AttributeError, ValueError):  # this tokenizer has no template that works
-        return opening(encoding, config), []
+    except AttributeError:  # of the decoders that ship, which do not chat
+        pass
+    except ValueError as error:
+        say_once(f"{error}; text and question are read without one")
+    return opening(encoding, config), []
 
 
 @torch.no_grad()
 def answer(model, encoding, caches: list, question: str, new: int) -> Iterator[str]:
     """Feed a question; yield what greedy decoding writes, at most `new` tokens.
 
-    It ends with the line or the turn.
+    It ends with the line, or at a special token, such as the one that ends the turn.
     """
     end = around(encoding, model.config)[1]
     if end and question.endswith("?"):
@@ -81,12 +110,13 @@ def answer(model, encoding, caches: list, question: str, new: int) -> Iterator[s
             f"decoder reads at most {most}; shorten the question"
         )
 
+    special = getattr(encoding, "special", {model.config.bos})
     written = []
     line = ""
     fed = torch.tensor([ids], device=model.embed.weight.device)
     for _ in range(min(new, room)):
         token = prefill(model, fed, caches)[0].argmax().item()
-        if [token] == end[:1]:  # the end of the turn
+        if [token] == end[:1] or token in special:
             return
         written.append(token)
         text = encoding.decode(written).lstrip(" ")
@@ -117,6 +147,11 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tokens", type=int, default=48, help="most tokens of an answer; default 48"
+    )
+    parser.add_argument(
+        "--compare",
+        choices=["full"],
+        help="read the text again, and show the full cache's answers beside",
     )
     parser.add_argument(
         "--model",

@@ -57,6 +57,17 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
     )
 
 
+def window_option(parser):
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=8,
+        metavar="QUERIES",
+        help="observation window: how many of the prompt's last queries score the entries; "
+        "default 8, which suits short prompts",
+    )
+
+
 def whole_name(model: Path) -> str:
     """Return the value of --model as files repeat it: the whole path, or "smollm2"."""
     return str(model.resolve()) if model.exists() else str(model)

@@ -103,7 +103,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         type=float,
         metavar="PERCENT",
-        help="keep ratios: the budget of each head as a percentage of the prompt's tokens; "
+        help="keep ratios: the budget of each head, its observation window included, as a "
+        "percentage of the prompt's tokens (25 is kvpress's compression_ratio 0.75); "
         "default 50 25 12.5 6.25 (short table: 25)",
     )
     parser.add_argument(
@@ -111,14 +112,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="also measure the change of a head's output by its own layer's compression",
     )
-    parser.add_argument(
-        "--window",
-        type=int,
-        default=8,
-        metavar="QUERIES",
-        help="observation window: how many of the prompt's last queries score the entries; "
-        "default 8, which suits short prompts",
-    )
+    command_line.window_option(parser)
     parser.add_argument(
         "--lengths",
         nargs="+",
@@ -204,11 +198,9 @@ def is_row(row) -> bool:
 
 def finish(args: argparse.Namespace, rows: list[dict], seconds: float):
     """Print the lines below the table, and draw the rows of the first length."""
-    messages = [table.unfit(rows)]
-    if args.short:
-        messages.append(table.findings(rows))
-    for message in filter(None, messages):
-        print(f"\n{message}")
+    unfit = table.unfit(rows)
+    if unfit:
+        print(f"\n{unfit}")
     drawn = [row for row in rows if row["tokens"] == args.lengths[0]]
     if drawn:
         from lab import plot  # matplotlib takes a second to import

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 import shlex
+import sys
 import time
 
 from lab import command_line
@@ -20,13 +21,12 @@ def main(argv: list[str]):
     )
 
     import torch
-    from lab.ask import around
+    from lab.ask import around, read
     from lab.kept import full_cache_bytes
     from lab.loading import calibrated, loaded
     from lab.methods_by_name import pick
     from lab.retrieval import budget_for
     from nanollm.cache import compress, make_cache
-    from nanollm.generate import prefill
     from lab.saved import to_bytes
 
     variant = pick([args.method])[args.method]
@@ -34,6 +34,19 @@ def main(argv: list[str]):
     ids = around(encoding, model.config)[0] + encoding.encode_ordinary(text)
     if not text:
         raise ValueError(f"{args.file} is empty; name a file with a text")
+    longest = model.config.max_len
+    if len(ids) > longest:
+        raise ValueError(
+            f"{args.file} has {len(ids)} tokens, and the decoder reads {longest}; cut it into "
+            "files, and compress and ask each of them"
+        )
+    # a full cache's positions, too, which take 4 bytes an entry
+    each = model.embed.weight.itemsize + 2 / model.config.head_dim
+    full = full_cache_bytes(model, len(ids), each)
+    print(
+        f"{len(ids)} tokens; until they are compressed, their cache takes {full / 2**20:.0f} MiB",
+        file=sys.stderr,
+    )
     learned = calibrated(variant, model, encoding, args.calibration)
     defaults = dict(budget=budget_for(args.keep / 100, len(ids)), window_size=8)
     options = variant.given(**defaults | learned)
@@ -41,7 +54,7 @@ def main(argv: list[str]):
 
     tokens = torch.tensor([ids], device=model.embed.weight.device)
     began = time.perf_counter()
-    prefill(model, tokens, caches, 512)
+    read(model, tokens, caches)
     compress(model, tokens, caches)
     seconds = time.perf_counter() - began
 
@@ -53,10 +66,6 @@ def main(argv: list[str]):
         engine=args.engine,
     )
     command_line.replace(args.out, data)
-    # a full cache's positions, too, which take 4 bytes an entry
-    numbers = 2 * model.config.head_dim
-    each = model.embed.weight.itemsize + 4 / numbers
-    full = full_cache_bytes(model, len(ids), each)
     question = f'python -m nanollm ask {shlex.quote(str(args.out))} "QUESTION"'
     print(
         f"{len(ids)} tokens read and compressed in {seconds:.1f} s. {args.out} has "

@@ -71,14 +71,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         help="how many entries each key/value head may keep; every method with a budget "
         "needs it; default for the built-in page 32",
     )
-    parser.add_argument(
-        "--window",
-        type=int,
-        default=8,
-        metavar="QUERIES",
-        help="observation window: how many of the prompt's last queries score the entries; "
-        "default 8",
-    )
+    command_line.window_option(parser)
     parser.add_argument(
         "--tokens", type=int, default=100, help="how many tokens to write; default 100"
     )

@@ -36,6 +36,11 @@ def load(
     folder = Path(folder)
     is_smollm2 = folder == Path(gguf.SMOLLM2) and not folder.exists()
     is_file = folder.suffix == ".gguf" or is_smollm2
+    if not is_file and not folder.is_dir():
+        raise ValueError(
+            f"{folder} is no folder here, and nothing is downloaded; name a folder that "
+            "save_pretrained wrote, or a GGUF file"
+        )
     if dtype in ("auto", "4bit"):
         why = refusal(device)
         if not is_file:

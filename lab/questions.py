@@ -1,7 +1,7 @@
 """Read a text once with a model of transformers, and go on from its compressed cache.
 
     with compressed(model, ids, "kvzip", keep=0.125) as memory:
-        model.generate(longer_ids, past_key_values=memory)
+        model.generate(longer_ids, past_key_values=memory)  # they begin with ids
 
     answers = ask(model, tokenizer, text, ["Who came?", "When?"], "kvzip", keep=0.125)
 
@@ -15,13 +15,14 @@ from copy import deepcopy
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from lab.methods_by_name import pick
 from lab.retrieval import budget_for
-from nanollm.bridge import attach, detach
+from nanollm.bridge import Bridged, attach, detach
 from nanollm.memory import Memory
 
-QUESTION = "\n\nQUESTION"  # where the question goes in a chat template
+QUESTION = "the question"  # stands for it in a chat template
 
 
 @contextmanager
@@ -29,21 +30,25 @@ QUESTION = "\n\nQUESTION"  # where the question goes in a chat template
 def compressed(
     model, tokens: Tensor, method: str = "kvzip", keep: float = 0.125, **options
 ) -> Iterator[Memory]:
-    """Yield a memory that has read tokens (1, T) and compressed them; detach the model afterwards.
+    """Yield a memory that has read tokens (1, T) and compressed them.
+
+    Afterwards the model has its own attention again, unless it was attached before.
 
     keep: keep ratio, from 0 to 1. options: of the method. ValueError if the name or an option is
     wrong, or the method needs what it learns of a model (give that as an option).
     """
     variant = pick([method])[method]
     options = variant.given(budget=budget_for(keep, tokens.shape[1])) | options
+    attached_before = Bridged(model).attached
     memory = attach(model, variant.kind, variant.store, **options)
     try:
-        for part in tokens.split(512, 1):
+        for part in tqdm(tokens.split(512, 1), "reading", leave=False, disable=None):
             model(part, past_key_values=memory, logits_to_keep=1)
         memory.compress(tokens)
         yield memory
     finally:
-        detach(model)
+        if not attached_before:
+            detach(model)
 
 
 @torch.no_grad()
@@ -59,22 +64,27 @@ def ask(
 ) -> list[str]:
     """Return an answer to each question, of at most `new` tokens, by greedy decoding.
 
-    The text is read once. Questions with equally many tokens are answered at once.
+    The text is read once. Questions with equally many tokens are answered at once. ValueError if
+    the chat template does not show what it is given.
     """
-    before, after = text, "\n\n"
+    before, after = f"{text}\n\n", "\n\n"
     if tokenizer.chat_template:
-        chat = [dict(role="user", content=text + QUESTION)]
+        chat = [dict(role="user", content=f"{text}\n\n{QUESTION}")]
         whole = tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True
         )
-        before, _, after = whole.rpartition(QUESTION)
+        before, found, after = whole.rpartition(QUESTION)
+        if not found:
+            raise ValueError("the chat template does not show the user's words")
 
     def encoded(part, special):
         ids = tokenizer(part, add_special_tokens=special, return_tensors="pt").input_ids
+        if special and ids[0, -1] == tokenizer.eos_token_id:  # the text goes on
+            ids = ids[:, :-1]
         return ids.to(model.device)
 
     context = encoded(before, not tokenizer.chat_template)
-    asked = [encoded(f"\n\n{question}{after}", False) for question in questions]
+    asked = [encoded(question + after, False) for question in questions]
     answers = [""] * len(questions)
     with compressed(model, context, method, keep, **options) as memory:
         for n in sorted({ids.shape[1] for ids in asked}):
@@ -87,10 +97,12 @@ def ask(
                 past_key_values=deepcopy(memory),
                 max_new_tokens=new,
                 do_sample=False,
+                num_beams=1,
+                repetition_penalty=1.0,
             )
-            ended = tokenizer.batch_decode(
+            decoded = tokenizer.batch_decode(
                 written[:, prompts.shape[1] :], skip_special_tokens=True
             )
-            for i, answer in zip(some, ended):
+            for i, answer in zip(some, decoded):
                 answers[i] = answer.strip()
     return answers

@@ -59,7 +59,7 @@ def maker(
 
     def make(tokens: int) -> list[Slots]:
         budget = budget_for(keep_ratio, tokens)
-        check_budget(budget, 1, "one slot")
+        check_budget(budget, 1, "raise the keep ratio, --keep")
         return make_cache(model, kind, store, budget=budget, **options)
 
     return make

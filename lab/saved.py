@@ -197,6 +197,10 @@ def fingerprint(model) -> str:
     for acting in getattr(model, "adapters", []):  # of the bridge's models
         digest.update(str(acting).encode())
     for weight in model.parameters():
+        if weight.is_meta:
+            raise ValueError(
+                "the model's weights are offloaded, so files cannot know it; load them into memory"
+            )
         rounded = weight.detach().to("cpu", torch.bfloat16).contiguous()
         digest.update(rounded.view(torch.int16).numpy())  # numpy has no bfloat16
     return digest.hexdigest()[:16]

@@ -44,8 +44,6 @@ MEASURED_TERMS = {
     "L1": "change of a head's output by the compression of its own layer alone: the sum of "
     "absolute differences, mean over heads and tokens",
 }
-# a method that loses at most this much mean accuracy counts as nearly lossless
-NEARLY = 0.1
 SETTINGS = "aware", "agnostic"
 # of each row
 KEYS = {
@@ -165,13 +163,7 @@ def budget(row: dict) -> str:
     return f"({100 * row['slots'] / row['prompt']:.0f} %)"
 
 
-# ---- sentences about the rows ---
-
-
-def split(rows: list[dict]) -> tuple[dict | None, list[dict]]:
-    """Return the full cache's row, or None, and the other rows."""
-    full = next((row for row in rows if row["method"] == "full"), None)
-    return full, [row for row in rows if row["method"] != "full"]
+# ---- what the full cache cannot do ---
 
 
 def judges(full: dict, task: str) -> bool:
@@ -181,7 +173,7 @@ def judges(full: dict, task: str) -> bool:
 
 def unfit(rows: list[dict]) -> str:
     """Return a line for each task at which the full cache itself fails; "" if there is none."""
-    full, _ = split(rows)
+    full = next((row for row in rows if row["method"] == "full"), None)
     lines = []
     for task in tasks_of(full) if full else ():
         if not judges(full, task):
@@ -190,38 +182,3 @@ def unfit(rows: list[dict]) -> str:
                 f"{task.replace('_', '-')}: with this model, the task cannot compare methods."
             )
     return "\n".join(lines)
-
-
-def findings(rows: list[dict]) -> str:
-    """Return sentences on rows of one keep ratio: answers kept, fewest bytes, least and most KL.
-
-    "" unless there are a row of the full cache and another row.
-    """
-    full, others = split(rows)
-    if not full or not others:
-        return ""
-    names = [row["method"] for row in others]
-    tasks = [task for task in tasks_of(full) if judges(full, task)]
-    within = f"within {NEARLY:g} of the full cache's accuracy (mean over the tasks)"
-    paragraphs = []
-    for setting in SETTINGS if tasks else ():
-        mean = {}
-        for row in rows:
-            mean[row["method"]] = fmean(row[f"{task}_{setting}"] for task in tasks)
-        near = [name for name in names if mean[name] >= mean["full"] - NEARLY]
-        paragraphs.append(
-            f"{setting.title()}: {len(near) or 'none'} of {len(others)} methods "
-            f"{'stay' if len(near) > 1 else 'stays'} {within}"
-            + (f": {', '.join(near)}." if near else ".")
-        )
-    smallest = min(others, key=lambda row: row["live_16"])
-    closest = min(others, key=lambda row: row["kl"])
-    farthest = max(others, key=lambda row: row["kl"])
-    paragraphs.append(
-        f"Cost: {smallest['method']} holds the fewest bytes, "
-        f"{100 * smallest['live_16'] / full['live_16']:.0f} % of a full 16-bit cache. "
-        "The predictions change least with "
-        f"{closest['method']} (KL {max(closest['kl'], 0):.3f}) "
-        f"and most with {farthest['method']} (KL {farthest['kl']:.3f})."
-    )
-    return "\n".join(fill(paragraph, 100) for paragraph in paragraphs)

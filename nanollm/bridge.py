@@ -43,6 +43,7 @@ from nanollm.check import check_forward
 from nanollm.foreign_layers import (
     Attention,
     causal,
+    device_of,
     output_projections,
     rotations,
     windows,
@@ -232,7 +233,7 @@ class Bridged:
         """Return each layer's angles per token, from eight equal tokens; see `rotations`."""
         caches = make_cache(self)
         token = min(5, self.config.vocab_size - 1)
-        tokens = torch.full((1, 8), token, device=self.embed.weight.device)
+        tokens = torch.full((1, 8), token, device=device_of(self.embed.weight))
         self.attach()
         interrupted = in_use.memory  # a method may ask in the midst of another call
         with torch.no_grad():

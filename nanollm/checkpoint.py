@@ -409,4 +409,5 @@ def hf_tokenizer(folder: str | Path) -> Foreign:
         tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True
     )
     highest = max(tokenizer.get_vocab().values(), default=-1)
-    return Foreign(raw, tokenizer.decode, highest + 1, bos, chat)
+    special = tokenizer.all_special_ids
+    return Foreign(raw, tokenizer.decode, highest + 1, bos, chat, special)

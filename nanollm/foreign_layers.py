@@ -16,6 +16,11 @@ OUTPUTS = "o_proj", "out_proj", "dense", "c_proj", "wo"
 WITHOUT_ATTENTION = "mamba_", "ssm_", "linear_attention", "conv", "recurrent"
 
 
+def device_of(weight: Tensor) -> torch.device:
+    """Return where a weight takes its inputs: the CPU if accelerate has offloaded it."""
+    return torch.device("cpu") if weight.is_meta else weight.device
+
+
 class Attention:
     """The part of a layer's attention that methods ask for. dtype: of the numbers that o takes."""
 
@@ -29,10 +34,11 @@ class Attention:
     def w_o(self) -> Tensor:
         """Return W_O as (d_model, H·G, D), a view.
 
-        Of quantized weights it is a copy, made at first use.
+        Of quantized or offloaded weights it is a copy, made at first use.
         """
         weight = self.o.weight.detach()
-        if type(self.o) in (nn.Linear, Conv1D) and weight.is_floating_point():
+        plain = weight.is_floating_point() and not weight.is_meta
+        if plain and type(self.o) in (nn.Linear, Conv1D):
             if type(self.o) is Conv1D:
                 weight = weight.T
             return weight.unflatten(1, (self.heads, -1))
@@ -41,7 +47,7 @@ class Attention:
         if self.known is None:
             n = self.o.in_features
             with torch.no_grad():
-                units = torch.eye(n, dtype=self.dtype, device=weight.device)
+                units = torch.eye(n, dtype=self.dtype, device=device_of(weight))
                 products = self.o(units) - self.o(0 * units[:1])
             self.known = products.T.unflatten(1, (self.heads, -1))
         return self.known

@@ -322,7 +322,7 @@ def tokenizer_of(about: dict) -> Foreign:
                 named[f"{name}_token"] = tokens[i]
         return template.render(messages=messages, add_generation_prompt=True, **named)
 
-    return Foreign(raw, encoding.decode, len(tokens), bos, chat)
+    return Foreign(raw, encoding.decode, len(tokens), bos, chat, special.values())
 
 
 def stand_ins() -> dict[str, int]:

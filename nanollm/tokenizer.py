@@ -6,7 +6,7 @@ frequent neighbours in the training text (lab/corpus.py).
 """
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tiktoken
@@ -52,7 +52,8 @@ class Foreign:
 
     raw: a function from texts to their ids, in which the names of special tokens count as these.
     decode: from ids to text. n_vocab: ids. bos: the token that the model's own tokenizer puts
-    before a text, or None. chat: a function from messages to the text of a chat.
+    before a text, or None. chat: a function from messages to the text of a chat. special: the ids
+    of special tokens, which are no part of an answer.
 
     A piece of text is encoded as if a line stood before it, because some tokenizers add a space at
     the start of a text.
@@ -65,12 +66,14 @@ class Foreign:
         n_vocab: int,
         bos: int | None,
         chat: Callable,
+        special: Iterable[int] = (),
     ):
         self.raw = raw
         self.decode = decode
         self.n_vocab = n_vocab
         self.bos = bos
         self.chat = chat
+        self.special = {*special}
         self.line = self.raw(["\n"])[0]  # put before each piece, and cut off its tokens
 
     def turn(self) -> tuple[list[int], list[int]]:

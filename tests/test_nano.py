@@ -75,13 +75,6 @@ def test_its_page_and_question_are_those_of_the_library():
 # ---- the file
 
 
-def test_it_is_one_short_file():
-    """tests/test_size.py says how much air is in it."""
-    lines = Path(nano.__file__).read_text().splitlines()
-    assert len(lines) <= 300
-    assert max(map(len, lines)) <= 100
-
-
 def test_it_imports_nothing_of_the_library():
     source = Path(nano.__file__).read_text()
     imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.M))
@@ -90,21 +83,10 @@ def test_it_imports_nothing_of_the_library():
 
 # ---- what a user sees
 
-# runs a file, then reports the processor seconds of all threads, without imports
-TIMED = """
-import runpy, sys, time
-import safetensors.torch, tiktoken, torch
 
-sys.argv.pop(0)
-start = time.process_time()
-runpy.run_path(sys.argv[0], run_name="__main__")
-print(time.process_time() - start, file=sys.stderr)
-"""
-
-
-def test_piped_it_prints_no_colour_codes_and_takes_few_processor_seconds(tmp_path):
+def test_piped_it_prints_no_colour_codes(tmp_path):
     out = subprocess.run(
-        [sys.executable, "-c", TIMED, nano.__file__],
+        [sys.executable, nano.__file__],
         cwd=tmp_path,
         env={name: os.environ[name] for name in ("PATH", "HOME")},
         capture_output=True,
@@ -114,7 +96,6 @@ def test_piped_it_prints_no_colour_codes_and_takes_few_processor_seconds(tmp_pat
     assert out.stdout.count(nano.ANSWER) >= 4
     assert "tokens in [brackets] are gone" in out.stdout
     assert "\033" not in out.stdout
-    assert float(out.stderr) <= 5  # 14 on a busy machine without set_num_threads
 
 
 @pytest.mark.parametrize("dim, marks", [(True, ["\033[2m", "\033[0m"]), (False, "[]")])

@@ -1,4 +1,4 @@
-"""A checkpoint whose family and tokenizer are not ours."""
+"""Small models of transformers, and a checkpoint whose family and tokenizer are not ours."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 import torch
@@ -6,6 +6,19 @@ import transformers as hf
 
 from lab import corpus
 
+V = 97  # ids
+SHAPE = dict(
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 KINDS = {
     "bytes": (
         models.BPE(),

@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from common import interpreter
-
 pytest.importorskip("triton")  # Linux only
-
-from lab import kernel_bench as bench
-
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
 
@@ -25,10 +20,3 @@ def test_what_cannot_be_done_is_one_line_in_a_clean_shell(wrong, told, typed):
     done = typed("python", "-m", "lab.kernel_bench", *wrong.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {told}"), done.stderr
-
-
-@interpreter
-def test_the_interpreter_is_not_timed(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="^TRITON_INTERPRET is set"):
-        bench.main([])

@@ -9,7 +9,7 @@ from common import ENCODING
 from lab.questions import ask, compressed
 from methods.baselines.kvzip import KVzip
 from nanollm import TINY
-from nanollm.bridge import attach
+from nanollm.bridge import attach, detach
 from nanollm.checkpoint import hf_model
 
 TEXT = "The code of table is 52. The code of river is 18. " * 3
@@ -18,11 +18,15 @@ TEXT = "The code of table is 52. The code of river is 18. " * 3
 class Words:
     """As transformers' tokenizers are called."""
 
+    eos_token_id = 2
+
     def __init__(self, chat_template):
         self.chat_template = chat_template
 
     def __call__(self, text, add_special_tokens, return_tensors):
-        ids = [1] * add_special_tokens + ENCODING.encode_ordinary(text)
+        ids = ENCODING.encode_ordinary(text)
+        if add_special_tokens:
+            ids = [1, *ids, self.eos_token_id]
         return SimpleNamespace(input_ids=torch.tensor([ids]))
 
     def apply_chat_template(self, chat, tokenize, add_generation_prompt):
@@ -46,10 +50,12 @@ def test_a_text_is_read_once_and_each_question_is_answered_as_alone(
         "The code of table is",
         "What is it that came?",
     ]
-    context = words(start + TEXT, template is None, "pt").input_ids
+    context = words(f"{start}{TEXT}\n\n", False, "pt").input_ids
+    if not template:  # without the token that ends a text
+        context = torch.cat((torch.tensor([[1]]), context), 1)
     expected = []
     for question in questions:
-        asked = words(f"\n\n{question}{end}", False, "pt").input_ids
+        asked = words(question + end, False, "pt").input_ids
         memory = attach(model, KVzip, budget=context.shape[1] // 2)
         model(context, past_key_values=memory)
         memory.compress(context)
@@ -59,6 +65,9 @@ def test_a_text_is_read_once_and_each_question_is_answered_as_alone(
         )
         expected.append(ENCODING.decode(written[0, prompt.shape[1] :].tolist()).strip())
     assert ask(model, words, TEXT, questions, "kvzip", 0.5, 6) == expected
+    detach(model)
     with raises(ZeroDivisionError), compressed(model, context, "kvzip") as memory:
+        ask(model, words, TEXT, questions[:1], new=1)  # leaves the model attached
+        assert hasattr(model, "attachment")
         assert memory.seen and 1 / 0
     assert not hasattr(model, "attachment")

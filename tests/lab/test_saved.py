@@ -197,7 +197,7 @@ def test_a_question_in_own_words_ends_a_turn_and_the_answer_streams(monkeypatch)
         return text[:-1] + "\ufffd" if ids[-1] == 8 else text
 
     both = dict(encode_ordinary=lambda x: [len(x)], decode=decode)
-    chat = SimpleNamespace(turn=lambda: ([1, 2], [4, 5]), **both)
+    chat = SimpleNamespace(turn=lambda: ([1, 2], [4, 5]), special={11}, **both)
     plain = SimpleNamespace(bos=None, n_vocab=20, **both)
     config = SimpleNamespace(max_len=99, bos=None)
     model = SimpleNamespace(config=config, embed=SimpleNamespace(weight=torch.empty(1)))
@@ -205,6 +205,7 @@ def test_a_question_in_own_words_ends_a_turn_and_the_answer_streams(monkeypatch)
     for encoding, question, tokens, first, answer in (
         (chat, "Who?", (7, 8, 9, 4), [6, 4, 5], ["T", "", "é!"]),
         (chat, "Who", (7, 4), [7], ["T"]),
+        (chat, "Who", (7, 11), [7], ["T"]),
         (plain, "Who?", (7, 9, 10), [8], ["T", "!", ""]),
     ):
         script, fed[:] = iter(tokens), []
@@ -226,10 +227,13 @@ def test_a_page_is_compressed_once_and_asked_later(folder, tmp_path, capsys):
     assert "tokens read and compressed" in output
     page.unlink()
     main(["ask", str(file), "The code of table is", " The code of star is "])
+    main(["ask", str(file), "The code of table is", "--compare", "full"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("   [")[0] for line in lines] == [
         "The code of table is ▸ 2356.",
         "The code of star is ▸ 6098.",
+        "The code of table is ▸ 2356.",
+        "   the full cache ▸ 2356.",
     ]
 
 

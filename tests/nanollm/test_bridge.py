@@ -5,7 +5,7 @@ from copy import deepcopy
 import logging
 from types import SimpleNamespace
 
-from pytest import fixture, mark, raises
+from pytest import fixture, importorskip, mark, raises
 import torch
 import transformers as hf
 
@@ -15,6 +15,7 @@ from methods.baselines.snap_kv import SnapKV
 from methods.baselines.streaming_llm import StreamingLLM
 from methods.critical_kv import Critical
 from common import ENCODING, caches_of
+from foreign import SHAPE, V
 from nanollm import TINY, checkpoint
 from nanollm.bridge import Bridged, attach, detach
 from nanollm.cache import Method, begin_turn, compress, crop, make_cache
@@ -22,19 +23,7 @@ from nanollm.generate import prefill
 from nanollm.model import rope, rotate
 from lab.methods_by_name import pick
 
-V, T = 97, 40
-SHAPE = dict(
-    vocab_size=V,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+T = 40
 WIDE = SHAPE | dict(head_dim=16)  # heads that together are wider than the model
 EXPERTS = dict(moe_intermediate_size=16, num_experts_per_tok=2)
 FAMILIES = {
@@ -518,6 +507,25 @@ def test_each_layer_is_asked_how_it_rotates(family, config, turns):
         same(moved, layer.k[:, :, 8:], 1e-4)
     if turns[-1] is None:  # this layer sees everything, so the method gets it
         refused("rotates its keys", attach, model, StreamingLLM, budget=8)
+
+
+def test_layers_on_the_disk_have_their_caches_where_their_keys_are(model, tmp_path):
+    importorskip("accelerate")  # optional
+    model.save_pretrained(tmp_path / "model")
+    parts = "embed_tokens layers.0 layers.2 norm rotary_emb".split()
+    places = {f"model.{part}": "cpu" for part in parts}
+    places |= {"lm_head": "cpu", "model.layers.1": "disk"}
+    options = dict(device_map=places, offload_folder=tmp_path)
+    moved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
+    critical = dict(budget=16, window_size=8, select=Critical())
+    for Kind, options in (SnapKV, critical), (StreamingLLM, dict(budget=16)):
+        found = []
+        for one in model, moved:
+            memory = attach(one, Kind, **options)
+            read(memory, TOKENS)
+            memory.compress(TOKENS)
+            found.append(read(memory, TOKENS[:, -1:]))
+        same(*found)
 
 
 def test_a_memory_that_transformers_leaves_behind_is_missed():

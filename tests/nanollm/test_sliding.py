@@ -1,12 +1,14 @@
 """Layers that see the last tokens alone: beside the model's own attention, past what they see."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 from pytest import mark
 import torch
 import transformers as hf
 
+from foreign import SHAPE, V
 from lab.kept import full_cache_bytes, held, slots_per_head
 from lab.methods_by_name import pick
 from lab.replay import Recorder, record, replay
@@ -24,19 +26,8 @@ from nanollm.cache import compress, crop, full_layers, make_cache, rereading
 from nanollm.generate import prefill
 from nanollm.sliding import SlidingSlots
 
-V, W, T = 97, 16, 53
-SHAPE = dict(
-    vocab_size=V,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+W, T = 16, 53
+SHAPE = SHAPE | dict(num_hidden_layers=4)
 WIDE = SHAPE | dict(head_dim=16, sliding_window=W)
 MIXED = WIDE | dict(layer_types=["sliding_attention", "full_attention"] * 2)
 CHUNKS = dict(num_local_experts=2, intermediate_size_mlp=48, attention_chunk_size=W)
@@ -218,12 +209,9 @@ def test_layers_are_counted_among_those_of_the_method():
 def test_calibrations_learn_of_the_method_s_layers():
     bridged = Bridged(tiny())
 
-    class Plain:
-        def batch(self, *_):
-            return type("Batch", (), dict(tokens=TOKENS[:1].numpy()))
-
-    shares = HeadBudgets.calibrate(bridged, Plain())["shares"]
-    assert shares.shape == (2, 2)
+    batch = SimpleNamespace(tokens=TOKENS[:1].numpy())
+    tasks = SimpleNamespace(batch=lambda *_: batch)
+    assert HeadBudgets.calibrate(bridged, tasks)["shares"].shape == (2, 2)
 
 
 def test_gates_learn_through_layers_that_slide():
@@ -295,10 +283,7 @@ def test_a_replayed_layer_is_the_one_that_was_read():
 def test_if_all_layers_slide_methods_take_what_they_see():
     model = tiny("Mistral")
     memory = attach(model, SnapKV, budget=8, window_size=4)
-    read(model, memory, TOKENS[:, :W])
-    memory.compress(TOKENS[:, :W])
-    assert [layer.length for layer in memory.caches] == [8] * 4
-    memory = attach(model, SnapKV, budget=8, window_size=4)
+    assert not any(isinstance(layer, SlidingSlots) for layer in memory.caches)
     with pytest.raises(ValueError, match="last 16 tokens alone, and the text has 53"):
         read(model, memory, TOKENS)
 
