@@ -26,7 +26,7 @@ SIZE_TERMS = {
     "keep": "keep ratio: the budget of each head, as a percentage of the prompt's tokens; "
     '"all" if every token stays; in brackets the percentage that a method without a budget kept',
     "KiB": "size of one text's cache after the last token, with 16-bit numbers; quantized "
-    "entries as stored",
+    "entries as stored; most methods evict at the prompt's end alone, and append later tokens",
 }
 STANDARD_TERMS = {
     "needle": "task: four facts are hidden in real text, and the question asks for one of them",
