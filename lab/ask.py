@@ -150,8 +150,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--compare",
-        choices=["full"],
-        help="read the text again, and show the full cache's answers beside",
+        action="store_true",
+        help="read the text again, and show the full cache's answers below",
     )
     parser.add_argument(
         "--model",

@@ -5,8 +5,8 @@
 
 The harness gives context and question in one prompt. `context_end` says how the question begins:
 what comes before its last occurrence is compressed, and the rest is read from the compressed cache,
-as NVIDIA/kvpress divides RULER. Without it, or where it does not occur, the whole prompt is
-compressed, so the method knows the question.
+as NVIDIA/kvpress divides RULER. Without it the whole prompt is compressed, so the method knows the
+question.
 """
 
 from pathlib import Path
@@ -54,7 +54,11 @@ class Compressed(HFLM):
         """Return how many of the prompt's tokens (T,) come before the question."""
         end = self.tokenizer.decode(ids).rfind(self.context_end or "\0")
         n = len(ids)
-        if end < 0:
+        if end < 0 and self.context_end:
+            raise ValueError(
+                f"no {self.context_end!r} in a prompt; name its question's beginning"
+            )
+        if end <= 0:
             return n
         while len(self.tokenizer.decode(ids[:n])) > end:
             n -= 1
@@ -70,7 +74,7 @@ class Compressed(HFLM):
 
     def _loglikelihood_tokens(self, *_, **__):
         raise ValueError(
-            "likelihoods are of a text without a cache; take tasks that generate"
+            "this model only generates; choose tasks of output_type generate_until"
         )
 
 

@@ -53,17 +53,15 @@ OTHERS = (
 # default.
 DASHES = {
     "": "-",
-    "critical_code": (0, (5, 1, 1, 1, 1, 1)),
     "theta": "-.",
     "residual": ":",
     "chunk": (0, (8, 2)),
-    "semantic": (0, (3, 1, 1, 1)),
     "mean": ":",
     "recent": "-.",
     "kvzip": (0, (1, 1)),
     "no pool": (0, (1, 1)),
     "2": "-",
-    "4": ":",
+    "@4": ":",
 }
 
 
@@ -73,7 +71,7 @@ def style(name: str) -> dict:
     "ada_kv+critical" and "ada_kv@4" look like "ada_kv" except for their dash. A hash of an unknown
     name selects its look.
     """
-    base, _, addition = name.replace("@", "_").partition("+")
+    base, _, addition = name.partition("+")
     family = family_of(name)
     color, marker = FAMILIES.get(family) or OTHERS[crc32(base.encode()) % len(OTHERS)]
     variant = addition or base.removeprefix(family).strip("_")
@@ -107,8 +105,8 @@ def is_ours(data: bytes) -> bool:
 def comparison(rows: list[dict], file: Path):
     """Draw both accuracies and KL over bytes. All rows are of documents of one length.
 
-    All methods that do not ship are drawn, and with them at most MOST in all. The figure names the
-    others.
+    First come all methods that do not ship, then others up to MOST in all. The figure names the
+    rest.
     """
     full = next((row for row in rows if row["method"] == "full"), None)
     by_bytes = sorted(rows, key=lambda row: row["live_16"])
@@ -127,7 +125,7 @@ def comparison(rows: list[dict], file: Path):
         over_bytes(axis, points, full, key, label)
     model = Path(rows[0].get("model", "")).name
     size = "{documents} documents of {tokens} tokens a task".format(**rows[0])
-    title = f"{size}; bars: ± 1 standard error"
+    title = f"{size}; bars: ± 1 standard error of accuracies"
     figure.suptitle(f"{model}, {title}" if model else title)
     if left_out:
         words = fill("Not drawn: " + ", ".join(left_out), 230)
@@ -163,7 +161,7 @@ def drawn(names: list[str]) -> tuple[list[str], list[str]]:
 def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
     """Draw row[key] of each method over its cache's KiB, with its name beside the last point.
 
-    Markers of equal values lie within one another. The full cache is a horizontal line.
+    Later markers are smaller, so equal points stay visible. The full cache is a horizontal line.
     """
     axis.set_xscale("log", base=2)
     if key == "kl":
@@ -206,7 +204,7 @@ def beside(axis, ends: dict):
     to_axis = axis.transData + axis.transAxes.inverted()
     height = {name: to_axis.transform(end[:2])[1] for name, end in ends.items()}
     names = sorted(ends, key=height.get)
-    gap = 0.045  # of the axis' height, between two names
+    gap = min(0.045, 1 / len(names))  # of the axis' height, between two names
     for lower, name in pairwise(names):
         height[name] = max(height[name], height[lower] + gap)
     for i, name in enumerate(reversed(names)):

@@ -20,6 +20,8 @@ from tqdm import tqdm
 from lab.methods_by_name import pick
 from lab.retrieval import budget_for
 from nanollm.bridge import Bridged, attach, detach
+from nanollm.check import check_tokens
+from nanollm.foreign_layers import device_of
 from nanollm.memory import Memory
 
 QUESTION = "the question"  # stands for it in a chat template
@@ -37,6 +39,9 @@ def compressed(
     keep: keep ratio, from 0 to 1. options: of the method. ValueError if the name or an option is
     wrong, or the method needs what it learns of a model (give that as an option).
     """
+    check_tokens(tokens)
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep is {keep}; it must be above 0 and at most 1")
     variant = pick([method])[method]
     options = variant.given(budget=budget_for(keep, tokens.shape[1])) | options
     attached_before = Bridged(model).attached
@@ -67,6 +72,8 @@ def ask(
     The text is read once. Questions with equally many tokens are answered at once. ValueError if
     the chat template does not show what it is given.
     """
+    if isinstance(questions, str):
+        raise ValueError("questions are one text; give a list of them")
     before, after = f"{text}\n\n", "\n\n"
     if tokenizer.chat_template:
         chat = [dict(role="user", content=f"{text}\n\n{QUESTION}")]
@@ -81,7 +88,7 @@ def ask(
         ids = tokenizer(part, add_special_tokens=special, return_tensors="pt").input_ids
         if special and ids[0, -1] == tokenizer.eos_token_id:  # the text goes on
             ids = ids[:, :-1]
-        return ids.to(model.device)
+        return ids.to(device_of(model.get_input_embeddings().weight))
 
     context = encoded(before, not tokenizer.chat_template)
     asked = [encoded(question + after, False) for question in questions]
@@ -99,6 +106,7 @@ def ask(
                 do_sample=False,
                 num_beams=1,
                 repetition_penalty=1.0,
+                cache_implementation=None,
             )
             decoded = tokenizer.batch_decode(
                 written[:, prompts.shape[1] :], skip_special_tokens=True

@@ -73,7 +73,7 @@ class Noted:
 
 
 class SlidingRecorder(Noted, SlidingSlots):
-    """The same of a layer that slides."""
+    """Slots of a layer that slides, which note what it receives."""
 
 
 class Recorder(Noted, Slots):

@@ -47,6 +47,8 @@ def to_bytes(caches, **note) -> bytes:
         raise ValueError(
             f"this memory has {len(caches.texts)} texts; save those of one, memory.texts[i]"
         )
+    if any(getattr(caches, "pads", [])):
+        raise ValueError("this memory's text is padded; read it without padding")
     layers = layers_of(caches)
     if not all(layer.prompt_done for layer in layers):
         raise ValueError(

@@ -16,7 +16,6 @@ bytes from memory: those of the weights, and of the full cache.
 
 import argparse
 from collections.abc import Callable
-import ctypes
 from itertools import product
 import json
 import os
@@ -26,7 +25,6 @@ from time import perf_counter
 
 # large pages: the system's time for small ones varies
 os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
-import psutil
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -63,7 +61,6 @@ end       compressing the cache once, at the prompts' end
 step      one new token for each prompt
 ×         the peer's time in units of ours: above 1, ours is faster
 MiB       what the caches hold after the compression, by `bytes()`
-process   by how many MiB the process has grown for them, as the operating system counts
 """
 
 
@@ -79,13 +76,6 @@ def fastest(run: Callable, rounds: int, least: float = 0) -> float:
         run()
         times.append(1000 * (perf_counter() - began))
     return min(times)
-
-
-def resident() -> int:
-    """Return the bytes of memory that this process holds, once it has freed what it can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-    return psutil.Process().memory_info().rss
 
 
 # ---- ours ---
@@ -110,21 +100,17 @@ def at_the_end(
 def end_and_step(
     model, tokens: Tensor, recording: list[Recording], make: Callable, rounds: int
 ) -> dict:
-    """Return a method's times at a prompt's end and after it, its bytes, the process's growth."""
+    """Return a method's times at a prompt's end and after it, and its bytes."""
     times = []
     first = perf_counter()
     while len(times) < rounds or perf_counter() - first < SHORT:
         caches = at_the_end(model, tokens, recording, make)
         times.append(fastest(lambda: compress(model, tokens, caches), 1))
     step = fastest(lambda: model(tokens[:, :1], caches), STEPS)
-
-    caches = None  # frees them
-    before = resident()
     caches = at_the_end(model, tokens, recording, make)
     compress(model, tokens, caches)
-    held = cache_bytes(caches)[1]
-    grown = resident() - before
-    return dict(end=min(times), step=step, MiB=held / 2**20, process=grown / 2**20)
+    mib = cache_bytes(caches)[1] / 2**20
+    return dict(end=min(times), step=step, MiB=mib)
 
 
 # ---- the peers ---
@@ -325,14 +311,14 @@ def show(rows: list[dict]) -> str:
     header = ["tokens", "batch", "method"]
     for phase in phases:
         header += [phase, "peer", "×"]
-    cells = [[*header, "MiB", "process"]]
+    cells = [[*header, "MiB"]]
     for row in rows:
         line = [str(row["tokens"]), str(row["batch"]), row["method"]]
         for phase in phases:
             ours, peer = row.get(phase), row.get(f"peer's {phase}")
             ratio = f"{peer / ours:.2f}" if peer else ""
             line += [number(ours), number(peer), ratio]
-        cells.append([*line, number(row.get("MiB")), number(row.get("process"))])
+        cells.append([*line, number(row.get("MiB"))])
     return f"{text_table(cells)}\n\n{TERMS.format(**rows[0])}"
 
 

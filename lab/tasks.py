@@ -168,9 +168,6 @@ class Tasks:
             pairs.append((key, sum(digits, [])))
         return pairs
 
-    def draw_keys(self, rng, n: int) -> list[Ids]:
-        return [key for key, _ in self.draw_pairs(rng, n)]
-
     def number(self, n: int, digits: int) -> Ids:
         return self.ids(f"{self.gap}{n:0{digits}}")
 

@@ -215,22 +215,5 @@ class ChunkKV(SnapKV):
                     layer.keep_chosen(kept.to(layer.pos.device))
 
 
-@dataclass(frozen=True)
-class ChunksCode(Chunks):
-    """The choice of NVIDIA/kvpress, written by the paper's author; use it with kernel_size=5.
-
-    The heads of a layer keep the same chunks. There the pool is an average, and the number of kept
-    tokens drifts from the budget; here neither is so.
-    """
-
-    chunk_size: int = 20
-    score: str = "mean"
-    fill: bool = False
-
-    def pooled(self, window: Window, scores: Tensor) -> Tensor:
-        mean = super().pooled(window, scores).mean(1, keepdim=True)
-        return mean.expand(-1, scores.shape[1], -1)
-
-
 variants = {"chunk_kv": ChunkKV, "chunk_kv_reuse": partial(ChunkKV, reuse=2)}
 additions = {"chunk": dict(select=Chunks(), kernel_size=1)}

@@ -1,4 +1,4 @@
-"""Run any causal language model of transformers with this project's caches.
+"""Run most decoders of transformers with this project's caches.
 
 Each layer of such a model first gives its new keys and values to a transformers cache, and then
 calls an attention function. Here the cache is `Memory`, which only counts tokens. The attention
@@ -22,8 +22,8 @@ others (sliding.py).
 Tried with transformers 5.2, 5.23 and 5.24. From 5.24 on, the argument `past_key_values` is called
 `cache`. There the bridge takes both names, as transformers does.
 
-A call that the bridge cannot serve raises a ValueError before the first layer runs, and changes
-nothing.
+Most calls that the bridge cannot serve raise a ValueError before the first layer runs, and change
+nothing. If a layer refuses (its scores are capped, the mask is not causal), make a new memory.
 """
 
 from functools import cached_property, partial
@@ -151,7 +151,7 @@ class Bridged:
     """A causal language model of transformers, called as our decoder: tokens, caches → logits.
 
     Raises ValueError if the model's attention cannot be replaced. The first Memory replaces it,
-    until `detach`. Calls without a Memory still use the model's usual attention.
+    until `detach`. Calls without a Memory use PyTorch's attention meanwhile.
     """
 
     def __init__(self, model):
@@ -303,13 +303,15 @@ def generate(model, *args, **kwargs):
                 "guidance_scale reads a second text, with a full cache of its own; leave it out"
             )
         drafts = "assistant_model", "prompt_lookup_num_tokens"
-        if any(kwargs.get(name) for name in drafts) and not memory.is_croppable:
-            memory.refuse()
+        if any(kwargs.get(name) for name in drafts):
+            memory.expect_drafts()
         in_use.generates = memory.model.decoder
     try:
         return type(model).generate(model, *args, **kwargs)
     finally:
         in_use.generates = None
+        if memory is not None:
+            memory._is_user_defined = False  # transformers' mark, from 5.23 on
 
 
 def before(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -330,6 +332,12 @@ def before(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
                 "length, so keep the text shorter; and a logits processor may not call the model"
             )
         return None
+    if memory._is_user_defined and in_use.generates is not decoder:
+        memory._is_user_defined = False
+        raise ValueError(
+            "model.generate was looked up before the model was attached; call attach in a line of "
+            "its own, before generate"
+        )
     memory.begin(decoder, call)
     in_use.memory = memory
     takes_positions = "position_ids" in names

@@ -30,9 +30,9 @@ def make_cache(
 
     store: a class of stores, by default the one that the method needs, or packed slots; with
     options of its own, partial(RoundedSlots, bits=3). A layer that sees the last tokens alone has
-    `SlidingSlots` (or the store's `sliding`). If all layers are so, this holds for full attention
-    only: a method gets them all, and `Memory` refuses texts longer than they see. ValueError if an
-    option is wrong.
+    `SlidingSlots` (or the store's `sliding`). If every layer slides, only full attention has these.
+    Any other method or store gets plain stores, and `Memory` refuses texts longer than they see.
+    ValueError if an option is wrong.
     """
     method = constructed(Kind, options)
     whole(f"watch of {Kind.__name__}", method.watch, 0)
@@ -82,9 +82,9 @@ def compress(model, tokens: Tensor, caches: list[Slots]):
 
 
 def rereading(model, caches: list[Slots]):
-    """Return the model for a method that reads again, with caches of its own layers alone.
+    """Return a model that a method may call with the caches of its own layers only.
 
-    Layers that slide then go on in copies of their caches.
+    The layers that slide then use copies of their caches.
     """
     sliding = [layer for layer in caches if isinstance(layer, SlidingSlots)]
     if not sliding:

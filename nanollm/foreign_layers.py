@@ -34,7 +34,7 @@ class Attention:
     def w_o(self) -> Tensor:
         """Return W_O as (d_model, H·G, D), a view.
 
-        Of quantized or offloaded weights it is a copy, made at first use.
+        If weights are quantized or offloaded, it is a copy, made at first use.
         """
         weight = self.o.weight.detach()
         plain = weight.is_floating_point() and not weight.is_meta
@@ -45,7 +45,7 @@ class Attention:
 
         # bits, or an adapter: W_O is what the module makes of each unit vector, less its bias
         if self.known is None:
-            n = self.o.in_features
+            n = getattr(self.o, "in_features", weight.shape[0])
             with torch.no_grad():
                 units = torch.eye(n, dtype=self.dtype, device=device_of(weight))
                 products = self.o(units) - self.o(0 * units[:1])

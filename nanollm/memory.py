@@ -11,6 +11,7 @@ from nanollm.cache import Method, Slots, begin_turn, compress, copied, crop
 from nanollm.check import check_tokens
 from nanollm.sliding import SlidingSlots, full_layers
 
+DRAFT = 128  # the most tokens of a draft
 PAST = "does not go through transformers' attention interface; take another model"
 
 
@@ -29,6 +30,8 @@ class Memory(Cache):
     make returns new caches for one text. Without it, the given caches hold a whole batch; any
     objects with `attend`, `seen` and `slots` may stand for them.
     """
+
+    _is_user_defined = False  # `generate` of transformers sets it
 
     def __init__(self, model, caches: list[Slots], make: Callable | None = None):
         # no layers of transformers, which would store keys and values
@@ -133,12 +136,18 @@ class Memory(Cache):
             raise ValueError(
                 f"{end} tokens exceed the model's {longest} positions; shorten the text"
             )
-        for cache, window in zip(self.caches, self.model.windows):
-            if window and end > window.size and not isinstance(cache, SlidingSlots):
-                raise ValueError(
-                    f"all layers attend to the last {window.size} tokens alone, and the text has "
-                    f"{end}; shorten the text, take another model, or the method full"
-                )
+        window = self.model.windows[
+            0
+        ]  # if this layer slides and is compressed, all are
+        if (
+            window
+            and end > window.size
+            and not isinstance(self.caches[0], SlidingSlots)
+        ):
+            raise ValueError(
+                f"all layers attend to the last {window.size} tokens alone, and the text has "
+                f"{end}; shorten the text, take another model, or full attention"
+            )
         n = len(self.texts)
         if self.seen and self.make and B % n:
             raise ValueError(
@@ -346,9 +355,19 @@ class Memory(Cache):
         rows = torch.arange(len(self.texts))
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
+    def expect_drafts(self):
+        """Let layers that slide keep more. Raise ValueError if the memory is compressed."""
+        if not self.is_croppable:
+            self.refuse()
+        for layer in self.caches:
+            if isinstance(layer, SlidingSlots):
+                layer.spare = DRAFT
+
     @property
     def is_croppable(self) -> bool:
-        return not self.caches[0].prompt_done
+        layers = full_layers(self.caches)
+        evicted = any(layer.length < layer.seen for layer in layers)
+        return not (layers[0].prompt_done or evicted)
 
     def crop(self, tokens: int):
         """Take the newest tokens back, as drafts need it; not after `compress`.
@@ -361,15 +380,15 @@ class Memory(Cache):
             self.refuse()
         n = self.seen + tokens if tokens < 0 else min(tokens, self.seen)
         for caches, pad in zip(self.texts, self.pads):
-            crop(caches, max(n - pad, 0))
+            crop(caches, n - pad)
         self.seen = n
         if torch.is_tensor(self.tokens):
             self.tokens = self.tokens[:, :n]
 
     def refuse(self, *_, **__):
         raise ValueError(
-            "a compressed memory cannot take tokens back, nor any be reset; use greedy decoding, "
-            "beams or sampling, and attach(model, …) for a new memory"
+            "a compressed memory cannot take tokens back, and none can be reset; use greedy "
+            "decoding, beams or sampling, and attach(model, …) for a new memory"
         )
 
     reset = refuse

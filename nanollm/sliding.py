@@ -1,8 +1,8 @@
 """The store of a layer that sees the last tokens alone: it keeps those, whatever the method.
 
 Gemma 3, Olmo 3 and others have such layers between layers that see everything. What a layer cannot
-see need not be stored, so a method compresses the other layers, as in KVzip's code; NVIDIA/kvpress
-does so for one class of Gemma 3, and evicts within the window in all other models.
+see need not be stored, so a method compresses the other layers. KVzip's code does the same, and
+NVIDIA/kvpress for one class of Gemma 3. In all other models kvpress evicts from all layers.
 
     size 4:              the query at 9 sees 6 7 8 9
     size 4 in chunks:    the query at 9 sees 8 9, because chunks begin at 0 4 8
@@ -20,8 +20,11 @@ class SlidingSlots(Slots):
     def __init__(self, sliding: Sliding, model=None, index: int = 0):
         super().__init__(None, model, index)
         self.sliding = sliding
+        self.spare = 0  # how many tokens out of sight stay; drafts may be taken back
 
-    def room(self, T: int) -> int:
+    def room(
+        self, T: int
+    ) -> int:  # so that it never holds more than twice what it sees
         return min(T, self.sliding.size)
 
     def mask(self, slot_pos: Tensor, bias: None, pos: Tensor) -> Mask:
@@ -33,11 +36,10 @@ class SlidingSlots(Slots):
         return y, p
 
     def trim(self):
-        """Evict what the newest token does not see."""
-        first = self.sliding.first(self.seen - 1)
+        """Evict what the newest token does not see, but for `spare` tokens."""
+        first = self.sliding.first(self.seen - 1) - self.spare
         first = max(first, 0)
-        in_sight = self.seen - first
-        too_many = self.length - in_sight
+        too_many = self.length - (self.seen - first)
         if too_many == 1:  # as in decoding: no copy of the others
             self.drop(self.pos.argmin(-1, keepdim=True))
         elif too_many > 1:
@@ -49,10 +51,10 @@ class SlidingSlots(Slots):
     def check_crop(self, n: int):
         super().check_crop(n)
         evicted = self.seen - self.length
-        if self.sliding.first(n) < evicted:
+        if max(self.sliding.first(n), 0) < evicted:
             raise ValueError(
-                f"layer {self.index} keeps the last {self.sliding.size} tokens, so only the newest "
-                f"can be forgotten, and not {self.seen - n}; read the text into new caches"
+                f"layer {self.index} no longer has what token {n} would see, so the newest "
+                f"{self.seen - n} cannot be forgotten; read the text into new caches"
             )
 
 

@@ -71,6 +71,12 @@ class KVzip(Method):
     def scores(self, model, tokens: Tensor, layers: list[Slots]) -> list[Tensor]:
         """Reread tokens (B, T) behind themselves, in pieces; return S (B, H, S) of each layer."""
         T = tokens.shape[1]
+        end = T + min(T, self.piece + BEFORE)
+        if end > model.config.max_len:
+            raise ValueError(
+                f"{T} tokens are read again, which takes {end} positions, and the model has "
+                f"{model.config.max_len}; shorten the text, or take kvzip_fast"
+            )
         for layer in layers:
             # an earlier turn was compressed: empty slots go to the end
             if layer.ragged:

@@ -127,18 +127,15 @@ def by_chunk(
     chunk_size,
     score,
     fill,
-    heads,
     places,
     ends=None,
-    together=False,
     **_,
 ):
     """ChunkKV: take chunks by their scores: those that fit whole, or with `fill` cut to b tokens.
 
     places: each entry's place in the text.
     """
-    heads = heads if together else [A]
-    scores = mean([pool(mean(a)[:out], kernel_size) for a in heads])
+    scores = pool(mean(A)[:out], kernel_size)
     if ends:
         chunk_size = min(chunk_size, b)
     number = chunk_numbers(places[-1] + 1, chunk_size, ends)
@@ -387,7 +384,7 @@ class Walk:
         """Keep `room` of a head's first `out` slots; `residual` may fill some of them."""
         entries = int(hasattr(self.method.select, "inner") and 1 <= room < out)
         places = [*self.slots[b, h]]
-        more = dict(heads=A, places=places, **self.options)
+        more = dict(places=places, **self.options)
         if self.semantic:
             more["ends"] = self.ends[self.tokens[b]].tolist()
         norms = self.norms(b, h, places)

@@ -169,19 +169,15 @@ def test_a_number_of_bits_puts_the_entries_in_a_rounded_store(name, kind, bits):
     "name, message",
     [
         ("snap_kv@9", "snap_kv@9: '9' is no number of bits; give 1 to 8"),
-        ("snap_kv@", "'' is no number of bits"),
-        ("snap_kv@4+critical", "'4[+]critical' is no .*, at the name's end"),
         (
             "kv_reviver@4",
             "kv_reviver keeps its entries in .* SketchSlots; leave out @4",
         ),
-        ("quantized_2@4", "quantized_2 keeps its entries in a store of its own"),
     ],
 )
 def test_bits_that_cannot_be_had_are_refused(name, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         pick([name])
-    assert "\n" not in str(error.value)
 
 
 # ---- files of a user's own ----

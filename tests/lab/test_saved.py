@@ -227,7 +227,7 @@ def test_a_page_is_compressed_once_and_asked_later(folder, tmp_path, capsys):
     assert "tokens read and compressed" in output
     page.unlink()
     main(["ask", str(file), "The code of table is", " The code of star is "])
-    main(["ask", str(file), "The code of table is", "--compare", "full"])
+    main(["ask", str(file), "The code of table is", "--compare"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("   [")[0] for line in lines] == [
         "The code of table is ▸ 2356.",

@@ -8,7 +8,7 @@ import torch
 from common import TOKENS, decoder, end
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.snap_kv import SnapKV
-from methods.chunk_kv import ChunkKV, Chunks, ChunksCode
+from methods.chunk_kv import ChunkKV, Chunks
 from methods.ours.chunk_kv_semantic import SemanticChunks
 from methods.ours.residual import Residual
 from nanollm import window
@@ -20,7 +20,6 @@ from windows import (
     TIED,
     TURNS,
     Case,
-    by_chunk,
     by_head,
     check_walk,
     chunk_case,
@@ -36,7 +35,6 @@ CASES = {
     "whole": chunk_case(Chunks(5, fill=False)),
     "mean": chunk_case(Chunks(4, "mean")),
     "max": chunk_case(Chunks(2, "max")),
-    "code": chunk_case(ChunksCode(4), choose=partial(by_chunk, together=True)),
     "on ada": chunk_case(Chunks(3), *ADA),
     "whole on ada": chunk_case(Chunks(3, fill=False), *ADA),
 }
@@ -72,7 +70,6 @@ def test_chunks_of_one_token_are_snap_kv(kernel_size, score):
 
 def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay():
     assert Chunks().fill
-    assert not ChunksCode().fill
     assert kept(select=Chunks(12)) == kept(select=Chunks(12, fill=False))
     first = kept(select=Chunks(13))[0][0][:12]
     assert [position % 13 for position in first] == [*range(12)]

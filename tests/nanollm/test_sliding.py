@@ -92,6 +92,10 @@ def test_a_padded_batch_and_generate_go_on(family):
     memory = attach(model)
     found = model.generate(TOKENS[:, :20], past_key_values=memory, **greedy)
     assert found.equal(own)
+    tokens = TOKENS[:1].repeat(1, 2)
+    own = model.generate(tokens, **greedy)
+    greedy |= dict(past_key_values=attach(model), prompt_lookup_num_tokens=3)
+    assert model.generate(tokens, **greedy).equal(own)
     alone = model(TOKENS[1:, 9:]).logits
     mask = torch.ones_like(TOKENS)
     mask[1, :9] = 0
@@ -262,9 +266,13 @@ def test_only_the_newest_token_can_be_forgotten():
     bridged = Bridged(model)
     caches = make_cache(bridged)
     prefill(bridged, TOKENS, caches)
-    with pytest.raises(ValueError, match="layer 2 keeps the last 16 .* and not 2"):
+    with pytest.raises(ValueError, match="newest 2 cannot be forgotten"):
         crop(caches, T - 2)
     assert {layer.seen for layer in caches} == {T} and caches[0].length == T
+    short = make_cache(bridged)
+    prefill(bridged, TOKENS[:, :9], short)
+    crop(short, 4)  # all that it sees is there
+    assert {layer.length for layer in short} == {4}
     crop(caches, T - 1)
     same(bridged(TOKENS[:, -1:], caches), model(TOKENS).logits[:, -1:])
 
