@@ -333,11 +333,9 @@ def before(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
             )
         return None
     if memory._is_user_defined and in_use.generates is not decoder:
+        # model.generate(…, past_key_values=attach(model)) is looked up before it is replaced
         memory._is_user_defined = False
-        raise ValueError(
-            "model.generate was looked up before the model was attached; call attach in a line of "
-            "its own, before generate"
-        )
+        memory.check_prompt(None)
     memory.begin(decoder, call)
     in_use.memory = memory
     takes_positions = "position_ids" in names

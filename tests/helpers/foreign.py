@@ -37,6 +37,10 @@ KINDS = {
 }
 
 
+def same(x, expected, atol=1e-5):
+    torch.testing.assert_close(x, expected, atol=atol, rtol=0)
+
+
 def foreign_checkpoint(folder, kind="bytes"):
     """Save a tiny random Qwen3 and a tokenizer trained here; return the folder.
 

@@ -15,7 +15,7 @@ from methods.baselines.snap_kv import SnapKV
 from methods.baselines.streaming_llm import StreamingLLM
 from methods.critical_kv import Critical
 from common import ENCODING, caches_of
-from foreign import SHAPE, V
+from foreign import SHAPE, V, same
 from nanollm import TINY, checkpoint
 from nanollm.bridge import Bridged, attach, detach
 from nanollm.cache import Method, begin_turn, compress, crop, make_cache
@@ -54,10 +54,6 @@ def tiny(family="Llama", shape=None, **changed):
 @fixture
 def model():
     return tiny()
-
-
-def same(x, expected, atol=1e-5):
-    torch.testing.assert_close(x, expected, atol=atol, rtol=0)
 
 
 def refused(message, call, *tokens, **options):
@@ -360,6 +356,9 @@ def test_drafts_write_what_the_model_writes_unless_the_memory_is_compressed(mode
     assert model.generate(tokens, past_key_values=memory, **options).equal(expected)
     seen = {layer.seen for layer in memory.caches}
     assert seen == {memory.seen} == {expected.shape[1] - 1}
+    memory = attach(model, H2O, budget=12)
+    memory._is_user_defined = True  # by a `generate` that was looked up before `attach`
+    refused("has not been compressed", read, memory, tokens)
     memory = attach(model)
     read(memory, tokens)
     memory.compress(tokens)

@@ -8,7 +8,7 @@ from pytest import mark
 import torch
 import transformers as hf
 
-from foreign import SHAPE, V
+from foreign import SHAPE, V, same
 from lab.kept import full_cache_bytes, held, slots_per_head
 from lab.methods_by_name import pick
 from lab.replay import Recorder, record, replay
@@ -44,10 +44,9 @@ METHODS = (
 )
 TOKENS = torch.randint(3, V, (2, T), generator=torch.Generator().manual_seed(1))
 AFTER = torch.randint(3, V, (2, 2 * W), generator=torch.Generator().manual_seed(2))
-pytestmark = mark.usefixtures("no_gradient")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_gradient():
     with torch.no_grad():
         yield
@@ -61,10 +60,6 @@ def tiny(family="Gemma3Text"):
         if parameter.dim() > 1:
             parameter *= 2  # positions hardly matter to small weights
     return model
-
-
-def same(x, y, atol=5e-6):
-    torch.testing.assert_close(x, y, atol=atol, rtol=0)
 
 
 def read(model, memory, tokens, size=T):
@@ -87,7 +82,7 @@ def test_logits_are_the_model_s_own_past_what_layers_see(family, size):
 @mark.parametrize("family", FAMILIES)
 def test_a_padded_batch_and_generate_go_on(family):
     model = tiny(family)
-    greedy = dict(max_new_tokens=2 * W, do_sample=False, eos_token_id=None)
+    greedy = dict(max_new_tokens=2 * W, do_sample=False)
     own = model.generate(TOKENS[:, :20], **greedy)
     memory = attach(model)
     found = model.generate(TOKENS[:, :20], past_key_values=memory, **greedy)
