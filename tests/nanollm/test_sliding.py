@@ -87,10 +87,11 @@ def test_a_padded_batch_and_generate_go_on(family):
     memory = attach(model)
     found = model.generate(TOKENS[:, :20], past_key_values=memory, **greedy)
     assert found.equal(own)
-    tokens = TOKENS[:1].repeat(1, 2)
+    tokens = TOKENS[:1, :30].repeat(1, 2)
+    greedy |= dict(prompt_lookup_num_tokens=3)
     own = model.generate(tokens, **greedy)
-    greedy |= dict(past_key_values=attach(model), prompt_lookup_num_tokens=3)
-    assert model.generate(tokens, **greedy).equal(own)
+    memory = attach(model)
+    assert model.generate(tokens, past_key_values=memory, **greedy).equal(own)
     alone = model(TOKENS[1:, 9:]).logits
     mask = torch.ones_like(TOKENS)
     mask[1, :9] = 0
