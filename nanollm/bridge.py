@@ -54,7 +54,6 @@ from nanollm.slots import note_ids
 NAME = "nanollm"  # the name under which transformers knows our attention function
 # arguments of an attention function that `attention` does not implement
 REFUSED = {
-    "softcap": "caps its scores",
     "s_aux": "has sink logits",
     "position_bias": "biases its scores",
 }
@@ -166,6 +165,8 @@ class Bridged:
         heads = getattr(config, "num_attention_heads", None)
         if model.config.is_encoder_decoder:
             raise ValueError(f"{name} has an encoder; take another model")
+        if getattr(config, "attn_logit_softcapping", None):
+            raise ValueError(f"{name} caps its scores; take another model")
         if not heads:
             raise ValueError(f"{name} has no attention heads; take another model")
         if not model._can_set_attn_implementation():

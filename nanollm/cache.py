@@ -60,10 +60,13 @@ def make_cache(
 
 
 @torch.no_grad()
-def compress(model, tokens: Tensor, caches: list[Slots]):
+def compress(model, tokens: Tensor, caches: list[Slots], again: bool = False):
     """Compress caches that have read tokens (B, T): the whole prompt, or the conversation so far.
 
-    Until the next `begin_turn`, methods that evict while they decode do so after each piece.
+    Either the prompt's own logits, from the full cache, give the first new token. Or the last token
+    is fed `again`, and sees the compressed cache: then its entry is forgotten first, but what its
+    query looked at still counts. Until the next `begin_turn`, methods that evict while they decode
+    do so after each piece.
     """
     if caches[0].seen != tokens.shape[1]:
         raise ValueError(
@@ -75,6 +78,9 @@ def compress(model, tokens: Tensor, caches: list[Slots]):
         raise ValueError(
             "the caches have read another text than these tokens; give what they have read"
         )
+    if again:
+        crop(caches, tokens.shape[1] - 1)
+        tokens = tokens[:, :-1]
     layers = full_layers(caches)
     layers[0].method.compress(rereading(model, caches), tokens, layers)
     for layer in caches:

@@ -82,8 +82,7 @@ class Memory(Cache):
                 "the memory has read another text than these tokens; give the ids that it has read"
             )
         for caches, text, pad in zip(self.texts, tokens.split(1), self.pads):
-            crop(caches, T - pad - 1)
-            compress(model, text[:, pad:-1], caches)
+            compress(model, text[:, pad:], caches, again=True)
         self.seen -= 1
 
     def begin_turn(self):

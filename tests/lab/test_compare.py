@@ -305,7 +305,6 @@ def test_rows_that_another_run_wrote_in_between_stay(checkpoint, monkeypatch, ca
         ("--text zeros", "it contains zero bytes"),
         ("--json folder", "folder is no file"),
         ("--figure table.txt", "must end in .png"),
-        ("--json folder/../x.png --figure x.png", "both go to folder/../x.png"),
         ("--json nowhere/rows.json", "folder nowhere for rows.json does not exist"),
     ],
 )

@@ -242,7 +242,7 @@ DEEPSEEK = (
 @mark.parametrize(
     "family, shape, message",
     [
-        ("Gemma2", WIDE, "layer 0 caps"),
+        ("Gemma2", WIDE, "caps"),
         (
             "GptOss",
             WIDE | EXPERTS | dict(num_local_experts=4),
