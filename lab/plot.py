@@ -38,7 +38,6 @@ FAMILIES = {
     "streaming_llm": ("#888888", "h"),
     "ada_kv": ("#56b4e9", "s"),
     "pyramid_kv": ("#1a3a6e", "^"),
-    "cam": ("#b0a000", "<"),
     "random": ("#bbbbbb", ">"),
 }
 OTHERS = (
