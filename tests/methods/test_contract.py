@@ -18,7 +18,6 @@ from torch import Tensor
 
 from common import SLOT, B, D, Fed, G, H, decoder, dense, feed, once
 from lab.methods_by_name import known_names, pick
-from methods.baselines.compactor import Compactor
 from methods.baselines.kvzip import KVzip
 from nanollm.cache import (
     NEVER,
@@ -55,12 +54,8 @@ ALTERED = "cam", "kv_reviver", "quantized", "+residual"
 EVICT_WHILE_READING = "scissorhands", "cam"  # before a token attends
 DRAWN = "random", "cam"  # other random numbers for each row of a batch
 GATED = "kvzip_fast", "question_gates"
-ONCE = (
-    "+residual",
-    "+theta",
-    "compactor",
-    *GATED,
-)  # they refuse to compress another turn
+# they refuse to compress another turn
+ONCE = "+residual", "+theta", "compactor", *GATED
 # their choice turns on rounding, or on the bytes of a number
 UNLIKE_IN_16_BITS = "semantic", "kv_reviver", "scissorhands"
 # they also keep tokens for other reasons than attention or age
@@ -286,7 +281,7 @@ def test_how_the_prompt_is_cut_does_not_matter(name):
 def test_tokens_fed_at_once_act_as_one_by_one_if_a_method_says_that_it_appends(name):
     caches, at_once = run(name, (PROMPT, T - PROMPT))
     method = caches[0].method
-    appends = name[:4] == "full" or isinstance(method, WindowMethod | KVzip | Compactor)
+    appends = name[:4] == "full" or isinstance(method, WindowMethod | KVzip)
     assert method.appends == appends
     if appends:
         _, (_, *singly) = run(name, (PROMPT, *[1] * (T - PROMPT)))

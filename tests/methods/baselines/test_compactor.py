@@ -1,0 +1,59 @@
+"""Compactor keeps what its equations, with whole matrices, say, however the prompt is cut."""
+
+import pytest
+import torch
+
+from common import FREQ, H, alone, end, feed, turn
+from loops import PROMPT, text
+from methods.baselines.compactor import Compactor, leverage
+
+
+def equations(q, k, v, raw):
+    """Return the scores (H, n) of a text's entries in chunks of 8; raw: keys before rotation."""
+    outlier = torch.zeros_like(v[..., 0])
+    looked = torch.zeros_like(outlier)
+    i = torch.arange(v.shape[1])
+    j = i[:, None]
+    together = i // 8 == j // 8
+    near = (i - j).abs() <= 1
+    near = near.double()
+    for h, queries in enumerate(q.split(3)):
+        x = raw[h] - raw[h].mean(0)
+        inverse = (x.T @ x).inverse()
+        outlier[h] = (x @ inverse @ x.T).diag()
+        dots = queries @ k[h].T
+        dots[:, ~together] = -torch.inf
+        p = dots.softmax(-1)
+        weight = p.sum((0, 1))
+        weight *= v[h].norm(dim=1)
+        looked[h] = near @ weight
+    outlier /= outlier.std()
+    looked /= looked.std()
+    return (1 - 14 / PROMPT) * outlier + looked
+
+
+@pytest.mark.parametrize("cut", [PROMPT, 7, 1])
+def test_kept_tokens_equal_the_equations_and_later_ones_are_appended(cut):
+    q, k, v = text()
+    pos = torch.arange(42)
+    turned = turn(q, pos), turn(k, pos), v
+    method = Compactor(14, sinks=3, recent=2, piece=8)
+    layer = alone(method, freq=FREQ)
+    feed(layer, turned, PROMPT, cut)
+    end(layer)
+    feed(layer, turned)
+    middle = [x[1, :, 3:28].double() for x in (*turned, k)]
+    score = equations(*middle)
+    for h in range(H):
+        best = score[h].topk(9).indices + 3
+        stays = [*range(3), *range(28, 42)]
+        stays += best.tolist()
+        kept = layer.pos[1, h].tolist()
+        assert sorted(kept) == sorted(stays)
+
+
+def test_leverage_is_the_diagonal_of_the_projection_on_few_keys():
+    k = text()[1][:, :, :5]
+    x = k - k.mean(2, keepdim=True)
+    U = torch.linalg.svd(x).U[..., :4]  # four directions
+    torch.testing.assert_close(leverage(k), U.square().sum(-1))
