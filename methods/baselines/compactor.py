@@ -11,10 +11,10 @@ mask, stands for the attention of a later question.
 The first and the newest entries take no part in these scores, and stay.
 
 Differs from the paper:
-- The leverage is exact: a pseudoinverse of D columns. There a random projection leaves 48 columns,
-  and a ridge is added.
-- The equations and defaults are those of NVIDIA/kvpress. The authors' code takes 0.5 for 1 − b/T,
-  chunks of 128 for a, and leverage within chunks of 512. As in both, p lacks the usual 1/√D.
+- The leverage is exact. There a random projection of the keys approximates it; kvpress projects
+  them to 48 columns and adds a ridge.
+- The other equations and the defaults are those of NVIDIA/kvpress. The authors' code takes 0.5 for
+  1 − b/T, chunks of 128 for a, and leverage within chunks of 512. As in both, p lacks 1/√D.
 - kvpress takes z-scores over the batch; here each text has its own.
 - Σ runs over a group's query heads, too; kvpress takes their mean. The z-scores are the same.
 - The text is compressed once, because queries of earlier turns are gone.
