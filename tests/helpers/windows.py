@@ -234,11 +234,8 @@ def each_walk(cases, *prompts):
 class GivenWindow(Window):
     """A window whose weights are given: rounding must not break ties."""
 
-    def rows(self):
-        return self.method.given
-
     def scores(self):
-        return self.rows()[..., : self.n].mean(3)
+        return self.method.given[..., : self.n].mean(3)
 
 
 class Walk:
@@ -353,7 +350,6 @@ class Walk:
         size = self.prompt.kernel_size
         chosen = self.case.choose(A, norms, out, room, size, **more)
         stay = [places[i] for i in chosen] + places[out:]
-
         self.slots[b, h] = {i: self.slots[b, h][i] for i in sorted(stay)}
 
     def norms(self, b, h, places):
