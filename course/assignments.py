@@ -38,7 +38,7 @@ ASSIGNMENTS = {
         *of("methods/baselines/ada_kv.py", shares=(4, "shared")),
         *of("methods/critical_kv.py", norms=(2, "value_norms"), two_stage=(1, "two_stage"),
             critical=(3, "Critical.__call__")),
-        *of("methods/ours/theta.py", theta=(1, "theta")),
+        *of("methods/theory/perturbation.py", theta=(1, "theta")),
     ]),
     "chunks": Assignment("Chunks", "2 to 3 hours", of(
         "methods/chunk_kv.py", grid=(1, "grid"), chunk_scores=(3, "chunk_scores"), ranking=(2, "ranking"),

@@ -11,7 +11,7 @@ A file of methods/ gives its names like this:
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -126,25 +126,19 @@ def named(name: str, variants: dict, additions: dict) -> Variant:
 
 
 def with_addition(left: Variant, name: str, addition: dict) -> Variant:
-    """Return a window method with the options of an addition.
-
-    A selection with an `inner` wraps the method's own. Any other takes the place of SnapKV's.
-    """
+    """Return a method that chooses as SnapKV does, with the options of an addition."""
     if "select" not in {field.name for field in fields(left.kind)}:
         raise ValueError(
             f"{name} has no selection that an addition could change; "
             "put additions on a method that has one, as in ada_kv+critical"
         )
     before = left.options.get("select", left.kind.select)
-    select = addition["select"]
-    if "inner" in {field.name for field in fields(select)}:
-        select = replace(select, inner=before)
-    elif before != SnapKV.select:
+    if before != SnapKV.select:
         raise ValueError(
-            f"{type(select).__name__} would undo {type(before).__name__}; name it first, "
-            "on a method that chooses as SnapKV does"
+            f"{type(addition['select']).__name__} would undo {type(before).__name__}; "
+            "put it on a method that chooses as SnapKV does"
         )
-    return left._replace(options=left.options | addition | dict(select=select))
+    return left._replace(options=left.options | addition)
 
 
 def in_few_bits(variant: Variant, name: str, bits: str) -> Variant:

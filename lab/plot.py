@@ -52,8 +52,6 @@ OTHERS = (
 # default.
 DASHES = {
     "": "-",
-    "theta": "-.",
-    "residual": ":",
     "chunk": (0, (8, 2)),
     "mean": ":",
     "recent": "-.",

@@ -119,8 +119,6 @@ class Window:
 class Selection:
     """A rule that chooses which entries stay beside the window."""
 
-    again = True  # whether it can choose among the entries that an earlier turn left
-
     def check(self, method: WindowMethod):
         """Raise ValueError if the selection does not suit a method's options."""
 
@@ -132,11 +130,6 @@ class Selection:
         raise NotImplementedError(
             f"{type(self).__name__} needs __call__(self, window, scores, budget)"
         )
-
-    def apply(self, window: Window, scores: Tensor, budget: int | Tensor):
-        """Keep the chosen entries and the window."""
-        kept = self(window, scores, budget)
-        window.layer.keep_chosen(window.with_window(kept))
 
 
 def max_pool(score: Tensor, width: int) -> Tensor:

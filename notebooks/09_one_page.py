@@ -42,7 +42,7 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike.
 #
-# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `kvzip_recent`, which always keeps the newest entries; `question_gates`, whose gates have learned from other questions; `kvzip@4` and `question_gates@4`, which store the kept entries in four bits (any method can: `snap_kv@4`, `h2o@2`); `head_budgets`, which takes each head's budget from one calibration text; and the variants `_semantic` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
+# Some names below are this repository's own: `kvzip_recent`, which always keeps the newest entries; `question_gates`, whose gates have learned from other questions; `kvzip@4` and `question_gates@4`, which store the kept entries in four bits (any method can: `snap_kv@4`, `h2o@2`); `head_budgets`, which takes each head's budget from one calibration text; and the variants `_semantic` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
 #
 # ## One page of text, four caches
 #
@@ -78,8 +78,7 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
 
 # %%
 FAMILIES = {
-    "window scores": "snap_kv pyramid_kv ada_kv snap_kv+critical snap_kv+theta "
-                     "snap_kv+residual tova",
+    "window scores": "snap_kv pyramid_kv ada_kv snap_kv+critical tova",
     "chunks, window scores": "chunk_kv chunk_kv_reuse chunk_kv_semantic",
     "the past": "h2o scissorhands cam",
     "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",

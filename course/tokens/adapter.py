@@ -6,7 +6,7 @@ import torch
 from methods import critical_kv
 from methods.baselines import ada_kv
 from methods.baselines.snap_kv import HighestScores, SnapKV
-from methods.ours.theta import theta as sum_of_theta
+from methods.theory.perturbation import theta as sum_of_theta
 from nanollm import ranking, window
 from nanollm.cache import PackedSlots, Slots, compress
 

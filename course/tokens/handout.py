@@ -34,7 +34,7 @@
 # | `norms` | `value_norms` | `methods/critical_kv.py` | 2 |
 # | `two_stage` | `two_stage` | `methods/critical_kv.py` | 1 |
 # | `critical` | `Critical.__call__` | `methods/critical_kv.py` | 3 |
-# | `theta` | `theta` | `methods/ours/theta.py` | 1 |
+# | `theta` | `theta` | `methods/theory/perturbation.py` | 1 |
 #
 # **Read first:** SnapKV ([arXiv 2404.14469](https://arxiv.org/abs/2404.14469)), section 4; AdaKV ([arXiv 2407.11550](https://arxiv.org/abs/2407.11550)), section 3; CriticalKV ([arXiv 2502.03805](https://arxiv.org/abs/2502.03805)), sections 3 and 4. Then `nanollm/window.py` and the docstrings of `methods/baselines/ada_kv.py` and `methods/critical_kv.py`.
 #
@@ -155,13 +155,13 @@ check("two_stage")
 check("critical")
 
 # %% [markdown]
-# ## 8. `theta` in `methods/ours/theta.py` (1 point)
+# ## 8. `theta` in `methods/theory/perturbation.py` (1 point)
 #
 # CriticalKV proves that an eviction changes a head's output by at most θ, in the L1 norm:
 #
 # θ = C − (2 − 1/S) · M. A_i is an entry's attention weight, and 𝒱_i = v_i W_O its projected value. C = Σ A_i ‖𝒱_i‖₁ over all entries. S = Σ A_i and M = Σ A_i ‖𝒱_i‖₁ over the entries that stay (S is no length here).
 #
-# `weights` A and `norms` ‖𝒱‖₁ are (..., n). `kept` is a mask that broadcasts to this shape: one set may serve all query heads of a group. Return θ, (...), of the dtype of `weights`. At least one kept entry has weight. `gathered`, above this function, returns S and M.
+# `weights` A and `norms` ‖𝒱‖₁ are (..., n). `kept` is a mask that broadcasts to this shape: one set may serve all query heads of a group. Return θ, (...), of the dtype of `weights`. At least one kept entry has weight.
 #
 # Example: weights ½ ¼ ¼, norms 2 4 8, only the first stays. C = 4, M = 1, S = ½, so θ = 4 − (2 − 2) · 1 = 4.
 

@@ -11,18 +11,11 @@ from methods.baselines.pyramid_kv import PyramidKV
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.streaming_llm import StreamingLLM
 from methods.critical_kv import Critical, CriticalCode, PooledCritical
-from methods.ours.residual import Residual
-from methods.ours.theta import LeastTheta
 from nanollm.cache import begin_turn, compress, make_cache
 
 RULES = SnapKV, PyramidKV, AdaKV
 WINDOW = dict(window_size=8)  # observation window, as in `python -m nanollm`
-SELECTIONS = {
-    "critical": Critical(),
-    "critical_code": CriticalCode(),
-    "theta": LeastTheta(),
-    "residual": Residual(),
-}
+SELECTIONS = {"critical": Critical(), "critical_code": CriticalCode()}
 
 METHODS = {}  # name → method, options
 for Rule in RULES:
@@ -31,11 +24,8 @@ for Rule in RULES:
     METHODS[f"{name}, no pool"] = Rule, WINDOW | dict(kernel_size=1)
     for addition, select in SELECTIONS.items():
         METHODS[f"{name}+{addition}"] = Rule, WINDOW | dict(select=select)
-# those that only select entries by window scores
-WINDOW_METHODS = [name for name in METHODS if "residual" not in name]
-# all that App. I is tested on
 METHODS["StreamingLLM"] = StreamingLLM, {}
-COMPARED = [*METHODS]
+COMPARED = [*METHODS]  # App. I is tested on these
 
 POOLED = WINDOW | dict(select=PooledCritical())
 METHODS["SnapKV+critical, stage 2 pooled"] = SnapKV, POOLED

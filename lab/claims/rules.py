@@ -22,7 +22,6 @@ from lab.claims.compared_methods import (
     COMPARED,
     RULES,
     WINDOW,
-    WINDOW_METHODS,
     long_answer,
     rank_correlation,
 )
@@ -54,13 +53,13 @@ from methods.critical_kv import Critical, PooledCritical
 from methods.kv_reviver import KVReviver, Sketch
 from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from methods.ours.kv_reviver_shrunk import ShrunkReviver
-from methods.ours.theta import theta
 from methods.scissorhands import Scissorhands
 from methods.theory.perturbation import (
     algorithm_1,
     assumption_1,
     masked_attention,
     perturbation,
+    theta,
 )
 from methods.theory.sketch_error import fisher_shares, printed_bound, relative_error
 from nanollm.attention import probabilities
@@ -190,17 +189,11 @@ def P10(on: Subject) -> Finding:
     def correlation(L: Tensor, kl: Tensor) -> float:
         return rank_correlation(L.mean(0), kl.mean(0))
 
-    numbers = {}
-    compared = {
-        "rank correlation, all methods": COMPARED,
-        "rank correlation, window methods": WINDOW_METHODS,
-    }
-    for what, names in compared.items():
-        rows = [on.of_text(name) for name in names]
-        L = torch.stack([row["l1_alone"].mean((1, 2)) for row in rows], 1)
-        kl = torch.stack([row["kl"] for row in rows], 1)
-        numbers[what] = over_texts(correlation, L, kl)
-    return Finding(both(*map(above, numbers.values())), numbers)
+    rows = [on.of_text(name) for name in COMPARED]
+    L = torch.stack([row["l1_alone"].mean((1, 2)) for row in rows], 1)
+    kl = torch.stack([row["kl"] for row in rows], 1)
+    found = over_texts(correlation, L, kl)
+    return Finding(above(found), {"rank correlation": found})
 
 
 def P11(on: Subject) -> Finding:

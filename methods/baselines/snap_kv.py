@@ -52,15 +52,8 @@ class SnapKV(WindowMethod):
             if layer.seen > self.budget:
                 window = self.window(layer, tokens)
                 scores = window.scores()  # 1/w Σ_t α_t, before the window
-                self.select.apply(window, scores, self.budgets(window, scores))
-
-    def window(self, layer: Slots, tokens: Tensor) -> Window:
-        if layer.length < layer.seen and not self.select.again:
-            raise ValueError(
-                f"{type(self.select).__name__} cannot choose among the entries that an earlier "
-                "turn left; compress once, or use another selection"
-            )
-        return super().window(layer, tokens)
+                kept = self.select(window, scores, self.budgets(window, scores))
+                layer.keep_chosen(window.with_window(kept))
 
     def budgets(self, window: Window, scores: Tensor) -> int | Tensor:
         """Return how many entries each head keeps beside the window: a number, or (B, H)."""

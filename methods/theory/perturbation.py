@@ -1,8 +1,8 @@
 """Compute CriticalKV's L and its bounds, and compare selections of entries by them.
 
 The paper is arXiv 2502.03805 (claims P1 to P4, P6, P9). L is the change of a head's output after
-eviction. θ, θ̂ and θ̂_relax bound it; θ (Theorem 2) is in methods/ours/theta.py. Docstrings say
-where a theorem needs a condition or another sign.
+eviction. θ, θ̂ and θ̂_relax bound it. Docstrings say where a theorem needs a condition or another
+sign.
 
 Weights A and norms ‖𝒱‖₁ are (..., n). A set of entries is a mask (..., n); its weight must be above
 0.
@@ -32,6 +32,13 @@ def masked_attention(weights: Tensor, kept: Tensor) -> Tensor:
     """Return A′ = (N ∘ A) / Σ N_i A_i, the softmax over the kept entries (Theorem 1, Eq. 6)."""
     masked = weights * kept
     return masked / masked.sum(-1, keepdim=True)
+
+
+def theta(weights: Tensor, norms: Tensor, kept: Tensor) -> Tensor:
+    """Return θ = C − (2 − 1/S) Σ N_i A_i ‖𝒱_i‖₁ ≥ L (Theorem 2, Eq. 8), with S = Σ N_i A_i."""
+    S = (weights * kept).sum(-1)
+    terms = weights * norms
+    return terms.sum(-1) - (2 - 1 / S) * (terms * kept).sum(-1)
 
 
 def algorithm_1(

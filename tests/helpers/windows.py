@@ -1,7 +1,7 @@
 """Run texts through a window method, and compare its slots with loops written from the papers.
 
 `Case` names a method and the loops that say what it keeps; `Prompt` says how a text is read.
-`check_walk(case, prompt)` compares positions, keys, values, biases, outputs and bytes.
+`check_walk(case, prompt)` compares positions, keys, values, outputs and bytes.
 
 Loops work on lists. A head's weights A and norms are [g][i], of query head g and entry i.
 """
@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from common import alone, end, feed
 from methods.baselines.snap_kv import SnapKV
@@ -151,27 +150,6 @@ def by_chunk(
     return kept[:b]
 
 
-def residual(
-    gone,
-    q,
-    k,
-    v,
-    rows,
-):
-    """Return the slot for the evicted tokens `gone`: q (G, w, D), k, v (T, D), rows (G, w, T)."""
-    _, w, T = rows.shape
-    Z = (q @ k.T / math.sqrt(D)).exp().tril(T - w).sum(-1)
-    scores = rows.mean((0, 1))
-
-    def mean_of(x):
-        return (scores[gone, None] * x[gone]).sum(0) / scores[gone].sum()
-
-    key = mean_of(k)
-    reach = ((q @ key / math.sqrt(D)).exp() / Z).sum()
-    bias = (rows[..., gone].sum() / reach).log()
-    return {max(gone): Slot(key, mean_of(v), bias)}
-
-
 # ---- cases and prompts ---
 
 
@@ -250,31 +228,14 @@ def each_walk(cases, *prompts):
     return pytest.mark.parametrize("case, prompt", walks, ids=names)
 
 
-def options_of(select) -> dict:
-    """Return the options of a selection and of the one inside it."""
-    own = dict(vars(select))
-    if "inner" in own:
-        own |= options_of(own.pop("inner"))
-    return own
-
-
 # ---- the walk ---
-
-
-class Slot(NamedTuple):
-    key: Tensor  # (D,)
-    value: Tensor
-    bias: Tensor = torch.zeros(())
 
 
 class GivenWindow(Window):
     """A window whose weights are given: rounding must not break ties."""
 
-    def rows(self):
-        return self.method.given
-
     def scores(self):
-        return self.rows()[..., : self.n].mean(3)
+        return self.method.given[..., : self.n].mean(3)
 
 
 class Walk:
@@ -302,7 +263,7 @@ class Walk:
             self.w_o = self.w_o.round()
 
         self.method = self.make_method()
-        self.options = case.options | options_of(self.method.select)
+        self.options = case.options | vars(self.method.select)
         self.layer = alone(self.method, LAYER, LAYERS, w_o=self.w_o)
         self.slots = {(b, h): {} for b in range(B) for h in range(H)}
         self.read = 0  # tokens so far
@@ -330,7 +291,7 @@ class Walk:
         y = feed(self.layer, text, n, chunk)
         for (b, h), slots in self.slots.items():
             for i in range(part.start, part.stop):
-                slots[i] = Slot(self.k[b, h, i], self.v[b, h, i])
+                slots[i] = self.k[b, h, i], self.v[b, h, i]
         self.read = part.stop
         return y.unflatten(1, (self.prompt.H, -1))
 
@@ -346,8 +307,8 @@ class Walk:
     def output(self, b, h, g, t):
         """Return the output of query t, from the slots by loops."""
         slots = [x for i, x in self.slots[b, h].items() if i <= t]
-        keys, values, bias = map(torch.stack, zip(*slots))
-        return (keys @ self.q[b, h, g, t] / math.sqrt(D) + bias).softmax(0) @ values
+        keys, values = map(torch.stack, zip(*slots))
+        return (keys @ self.q[b, h, g, t] / math.sqrt(D)).softmax(0) @ values
 
     def compress_by_loops(self, turn):
         """Keep what the loops choose: Algorithm 2 of CriticalKV."""
@@ -367,8 +328,7 @@ class Walk:
             budget = prompt.budget - (w - prompt.cropped)
             rooms = self.case.deal(pooled, budget, seen=self.read - w, **self.options)
             for h, room in enumerate(rooms):
-                own = torch.tensor(rows[h])
-                self.keep(b, h, min(room, out[h]), out[h], A, own)
+                self.keep(b, h, min(room, out[h]), out[h], A[h])
 
     def rows(self, b, h, w, n):
         """Return the weights [g][t][i] of the last w queries: to slots and forgotten ones."""
@@ -380,26 +340,17 @@ class Walk:
         later = places > queries[:, None]
         return score.masked_fill(later, -math.inf).softmax(-1).tolist()
 
-    def keep(self, b, h, room, out, A, rows):
-        """Keep `room` of a head's first `out` slots; `residual` may fill some of them."""
-        entries = int(hasattr(self.method.select, "inner") and 1 <= room < out)
+    def keep(self, b, h, room, out, A):
+        """Keep `room` of a head's first `out` slots."""
         places = [*self.slots[b, h]]
         more = dict(places=places, **self.options)
         if self.semantic:
             more["ends"] = self.ends[self.tokens[b]].tolist()
         norms = self.norms(b, h, places)
         size = self.prompt.kernel_size
-        chosen = self.case.choose(A[h], norms, out, room - entries, size, **more)
+        chosen = self.case.choose(A, norms, out, room, size, **more)
         stay = [places[i] for i in chosen] + places[out:]
-
-        slots = {i: x for i, x in self.slots[b, h].items() if i in stay}
-        if entries:
-            gone = [i for i in places if i not in stay]
-            q = self.q[b, h, :, self.read - rows.shape[1] : self.read]
-            k = self.k[b, h, : self.read]
-            v = self.v[b, h, : self.read]
-            slots |= residual(gone, q, k, v, rows)
-        self.slots[b, h] = dict(sorted(slots.items()))
+        self.slots[b, h] = {i: self.slots[b, h][i] for i in sorted(stay)}
 
     def norms(self, b, h, places):
         """Return ‖v W_O‖₁, [g][i]."""
@@ -410,19 +361,16 @@ class Walk:
     def check(self):
         """Compare the store's slots and bytes with those by loops."""
         layer = self.layer
-        biased = "bias" in layer.slots
-        bias = layer.slot("bias") if biased else torch.zeros(layer.pos.shape)
-        found = layer.k, layer.v, bias
         for (b, h), slots in self.slots.items():
             there = layer.pos[b, h] != NEVER
             assert layer.pos[b, h, there].tolist() == [*slots]
-            for x, expected in zip(found, zip(*slots.values())):
+            for x, expected in zip((layer.k, layer.v), zip(*slots.values())):
                 assert torch.allclose(x[b, h, there], torch.stack(expected), atol=1e-5)
 
         counts = [len(slots) for slots in self.slots.values()]
         self.uneven |= len({*counts}) > 1
         table = 8 * len(counts) * self.uneven  # how many slots each head has
-        size = 2 * 4 * D + 4 + 4 * biased
+        size = 2 * 4 * D + 4
         live, allocated = layer.bytes()
         assert live == sum(counts) * size + table
         assert layer.length == max(counts)

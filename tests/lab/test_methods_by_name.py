@@ -12,10 +12,9 @@ from methods.baselines.h2o import H2O
 from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip
 from methods.baselines.snap_kv import SnapKV
-from methods.chunk_kv import ChunkKV, Chunks
+from methods.chunk_kv import Chunks
 from methods.critical_kv import Critical
 from methods.ours.question_gates import QuestionGates
-from methods.ours.residual import Residual
 from methods.baselines.rounded import RoundedSlots
 from nanollm.cache import Method, make_cache
 
@@ -38,7 +37,7 @@ def test_methods_are_the_variants_of_all_files():
     assert not broken
     assert variants["full"] == Variant(Method, {})
     assert {"h2o", "streaming_llm", "snap_kv", "snap_kv+critical"} <= variants.keys()
-    assert {"critical", "chunk", "residual"} <= additions.keys()
+    assert {"critical", "chunk"} <= additions.keys()
 
 
 def test_all_are_in_order_and_two_of_them_also_in_four_bits():
@@ -100,22 +99,19 @@ def test_the_class_that_learns_is_found(kind, calibrates):
 
 
 @pytest.mark.parametrize(
-    "name, base, chosen",
+    "name, chosen, kernel_size",
     [
-        ("ada_kv+critical+residual", AdaKV, Residual(Critical())),
-        ("chunk_kv+residual", ChunkKV, Residual(Chunks())),
-        ("ada_kv+chunk+residual", AdaKV, Residual(Chunks())),
+        ("ada_kv+critical", Critical(), 7),
+        ("ada_kv+chunk", Chunks(), 1),  # chunks are not pooled, as in their paper
     ],
 )
-def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, base, chosen):
+def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, chosen, kernel_size):
     layer, *_ = made(name, budget=40, window_size=3)
     method = layer.method
-    assert isinstance(method, base)
+    assert isinstance(method, AdaKV)
     assert (method.budget, method.window_size) == (40, 3)
     assert method.select == chosen
-    # chunks are not pooled, as in their paper
-    chunks = base is ChunkKV or "+chunk" in name
-    assert method.kernel_size == (1 if chunks else 7)
+    assert method.kernel_size == kernel_size
 
 
 def test_a_variant_of_a_window_method_takes_additions_too():
@@ -123,11 +119,6 @@ def test_a_variant_of_a_window_method_takes_additions_too():
     additions = dict(critical=dict(select=Critical()))
     found = named("wide+critical", variants, additions)
     assert found == Variant(SnapKV, dict(window_size=24, select=Critical()))
-
-
-def test_what_an_option_of_the_variant_forbids_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="reuse is 2, but only Chunks can be reused"):
-        made("chunk_kv_reuse+residual", budget=40)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +130,7 @@ def test_what_an_option_of_the_variant_forbids_is_refused_with_the_reason():
         ("ada_kv+critcal", "addition 'critcal' in .*; did you mean 'critical'"),
         ("ada_kv+nope", "unknown addition 'nope' in 'ada_kv[+]nope'; known are chunk,"),
         ("h2o+critical", "h2o has no selection"),
-        ("ada_kv+residual+critical", "Critical would undo Residual"),
+        ("ada_kv+chunk+critical", "Critical would undo Chunks"),
         ("chunk_kv+critical", "Critical would undo Chunks"),
     ],
 )

@@ -17,7 +17,6 @@ from methods.baselines.streaming_llm import StreamingLLM
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical
 from methods.ours.chunk_kv_semantic import SemanticChunkKV
-from methods.ours.residual import Residual
 from methods.scissorhands import Scissorhands
 from nanollm.cache import ALL, Method, Slots, make_cache
 
@@ -29,7 +28,6 @@ METHODS = {
     "h2o": (H2O, dict(budget=10)),
     "streaming_llm": (StreamingLLM, dict(budget=6)),
     "critical": (SnapKV, WINDOW | dict(select=Critical())),
-    "residual": (SnapKV, WINDOW | dict(select=Residual())),
     "reuse": (ChunkKV, WINDOW | dict(select=Chunks(3), reuse=2)),
     "semantic": (SemanticChunkKV, WINDOW | dict(ends=ENDS)),
 }

@@ -9,8 +9,8 @@ from common import TOKENS, decoder, end
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks
+from methods.critical_kv import Critical
 from methods.ours.chunk_kv_semantic import SemanticChunks
-from methods.ours.residual import Residual
 from nanollm import window
 from nanollm.cache import NEVER, Method, crop, make_cache
 from windows import (
@@ -81,8 +81,8 @@ def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay
         (partial(Chunks, 0), "chunk_size 0 must be"),
         (partial(Chunks, score="median"), "score is 'median'; it must be"),
         (
-            partial(ChunkKV, 20, 8, reuse=2, select=Residual(Chunks())),
-            "reuse is 2, .* set reuse=1 with Residual",
+            partial(ChunkKV, 20, 8, reuse=2, select=Critical()),
+            "reuse is 2, .* set reuse=1 with Critical",
         ),
     ],
 )

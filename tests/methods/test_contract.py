@@ -49,17 +49,17 @@ SHOWN = [name for name in CASES if name != "streaming_llm"]
 BUDGETED = [name for name in CASES if CASES[name].takes("budget")]
 
 # stores that show other entries than the text's: merged values, tokens read back from a sketch, few
-# bits, residual entries
-ALTERED = "cam", "kv_reviver", "quantized", "+residual"
+# bits
+ALTERED = "cam", "kv_reviver", "quantized"
 EVICT_WHILE_READING = "scissorhands", "cam"  # before a token attends
 DRAWN = "random", "cam"  # other random numbers for each row of a batch
 GATED = "kvzip_fast", "question_gates"
 # they refuse to compress another turn
-ONCE = "+residual", "+theta", "compactor", *GATED
+ONCE = "compactor", *GATED
 # their choice turns on rounding, or on the bytes of a number
 UNLIKE_IN_16_BITS = "semantic", "kv_reviver", "scissorhands"
 # they also keep tokens for other reasons than attention or age
-GAPS = "random", "compactor", "+residual", "chunk", "key_diff", "head_budgets", *GATED
+GAPS = "random", "compactor", "chunk", "key_diff", "head_budgets", *GATED
 
 
 def has(name, words) -> bool:
@@ -542,7 +542,7 @@ def test_a_conversation_is_compressed_after_each_turn(name):
         if name in SHOWN and not has(name, EVICT_WHILE_READING):
             for layer in range(LAYERS):
                 check_output(layer, slice(start, stop), y[layer], before[layer])
-        if has(name, ONCE):
+        if has(name, ONCE):  # they refuse to compress another turn
             with pytest.raises(ValueError, match="turn|few bits"):
                 end_turn(caches, text())
             return

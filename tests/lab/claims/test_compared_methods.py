@@ -9,7 +9,6 @@ from lab.benchmark import text_windows
 from lab.claims.compared_methods import (
     COMPARED,
     METHODS,
-    WINDOW_METHODS,
     long_answer,
     rank_correlation,
 )
@@ -26,9 +25,8 @@ def test_the_rank_correlation_gives_equal_numbers_their_mean_rank():
 
 
 def test_every_budget_rule_is_compared_with_every_selection():
-    assert len(METHODS) == 20
-    assert len(COMPARED) == 19
-    assert len(WINDOW_METHODS) == 15
+    assert len(METHODS) == 14
+    assert len(COMPARED) == 13
     model = checkpoint.from_hf(TINY)
     for kind, options in METHODS.values():
         layer, *_ = make_cache(model, kind, budget=40, **options)
