@@ -18,7 +18,6 @@ import sys
 
 from lab import kernel_bench, plot, speed, table
 from lab.claims import claims_renderer
-from lab.table import text_table
 from nanollm import SHIPPED
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +92,7 @@ def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
 
 
 def shown(command: str, rows: list[dict]) -> str:
-    """Return the rows of a command as text."""
+    """Return the rows of a command as text. SystemExit if RENDERERS lacks the command."""
     if "keep_ratio" in rows[0]:  # the comparison; the file has all keep ratios
         quarter = [row for row in rows if row["keep_ratio"] in (None, 0.25)]
         lines = [table.show(row, short=True) for row in quarter]
@@ -101,19 +100,9 @@ def shown(command: str, rows: list[dict]) -> str:
     for beginning, renderer in RENDERERS.items():
         if command.startswith(beginning):
             return renderer.show(rows)
-    return plain(rows)
-
-
-def plain(rows: list[dict]) -> str:
-    """Return rows with the same keys as a text table."""
-
-    def cell(x) -> str:
-        if x is None:
-            return ""
-        return f"{x:.2f}" if isinstance(x, float) else str(x)
-
-    cells = [[cell(x) for x in row.values()] for row in rows]
-    return text_table([[*rows[0]], *cells])
+    raise SystemExit(
+        f"error: nothing lays out the rows of `{command}`; add its module to RENDERERS"
+    )
 
 
 def section(name: str) -> str:

@@ -264,7 +264,7 @@ axis.legend(fontsize=8, loc="lower right");
 #
 # On the slope, only fewer bytes help: decoding and window scores are there. Value norms and pairs are under the flat roof: only fewer multiplications help.
 #
-# A fast kernel does not make a fast decoder. On that H100 a step over a quarter of 32,768 tokens takes AdaKV 65 ms with plain code and 36 ms with kernels, and the full cache takes 14 ms (RESULTS.md). Python launches some twenty small kernels a layer, one after the other, and that takes longer than reading the cache. Compression saves bytes there, and costs time.
+# A fast kernel does not make a fast decoder. On that H100 a step over all of 32,768 tokens takes 14 ms (RESULTS.md, `decoding`). Over a quarter of them a step of AdaKV's takes 52 ms with plain code and 50 ms with kernels. Python launches some twenty small kernels a layer, one after the other, and that takes longer than reading the cache. Compression saves bytes there, and costs time.
 #
 # ## Three things to remember
 #

@@ -14,7 +14,7 @@ import torch
 from lab.ask import answer, around
 from lab.loading import calibrated, load
 from lab.methods_by_name import pick
-from lab.render_results import rows
+from lab.render_results import by_method
 from lab.replay import Recorder, record
 from lab.speed import weight_bytes
 from lab.tasks import Tasks
@@ -30,29 +30,30 @@ model, encoding = load("smollm2")
 # %% [markdown]
 # ## What works
 #
-# 128 documents of 512 tokens a task hold four needles, sixteen pairs or sixteen labelled lines. The question comes after the compression. A point is a method: to the right, its share of a 16-bit cache; upwards, the answers it keeps of the full cache's. Filled marks read the text once.
+# The question comes after the compression. A point is a method at one keep ratio. To the right are the bytes of its cache after 64 more tokens, in percent of the full 16-bit cache's. Upwards are the answers that it keeps of the full cache's, mean of needles, pairs and labels. White marks read the text twice.
+#
+# The rows are stored ones of 32 documents a task: of 256 tokens on SmolLM2, of 512 on the small decoders. RESULTS.md has the commands.
 
 # %%
 LINES = {"few bits": ("quantized_2", "quantized_3", "quantized_4"),
-         "Fast KVzip": ("kvzip_fast",), "Fast KVzip, four bits": ("kvzip_fast@4",),
+         "Fast KVzip": ("kvzip_fast",),
          "question gates": ("question_gates",), "question gates, four bits": ("question_gates@4",),
          "head budgets": ("head_budgets",), "KVzip, four bits, read twice": ("kvzip@4",)}
-stored = rows("share")
-for row in stored:  # names of methods in few bits once had an underscore
-    for name in ("kvzip", "kvzip_fast", "question_gates"):
-        row["method"] = row["method"].replace(f"{name}_4", f"{name}@4")
+SECTIONS = {"smollm2": "smollm2", "built": "all", "learned": "learned"}  # of RESULTS.md
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained", sharey=True)
-for axis, decoder in zip(axes, ("smollm2", "built", "learned")):
+for axis, (decoder, section) in zip(axes, SECTIONS.items()):
+    stored = by_method(section)
+    full = stored["full", None]
     for (label, names), colour in zip(LINES.items(), plt.cm.tab10.colors):
-        line = sorted((row["share %"], row["of full"]) for row in stored
-                      if row["decoder"] == decoder and row["method"] in names)
+        line = sorted((100 * row["live_16"] / full["live_16"], row["agnostic"] / full["agnostic"])
+                      for (method, _), row in stored.items() if method in names)
         axis.plot(*zip(*line), "o-", color=colour, label=label,
                   markerfacecolor="white" if "twice" in label else colour)
     axis.axhline(0.95, color="0.6", linewidth=1)
-    axis.set(title=decoder, xscale="log", xlabel="bytes, % of a 16-bit cache", ylim=(0, 1.15),
-             xticks=(2, 4, 8, 16, 32, 64), xticklabels=(2, 4, 8, 16, 32, 64))
+    axis.set(title=decoder, xscale="log", xlabel="bytes, % of the full cache's", ylim=(0, 1.2),
+             xticks=(15, 20, 30, 40, 60), xticklabels=(15, 20, 30, 40, 60))
     axis.minorticks_off()
     axis.grid(alpha=0.3)
 axes[0].set(ylabel="answers kept, of the full cache's")
@@ -60,15 +61,13 @@ handles = axes[0].get_legend_handles_labels()
 figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8);
 
 # %% [markdown]
-# The grey line is 95 % of the full cache's answers. On SmolLM2 four bits for every token keep 94 % in a third of the bytes; three bits and two break. Fast KVzip's entries, a quarter of them, keep 97 %; in four bits, an eighth of the bytes is enough for as many. Question gates, below, need a sixteenth of the entries, or an eighth in four bits, which is 4 % of the bytes. On the small decoders the other methods lose less. RESULTS.md, `share`, has the table; a share of SmolLM2's answers is known to within 3 %.
+# The grey line is 95 % of the full cache's answers. On SmolLM2 four bits for every token keep as many answers as the full cache, in 39 % of the bytes. Three bits lose a fifth of the needles, and two bits lose more than half of the answers. Fast KVzip keeps all answers with a quarter of the entries, and 61 % with an eighth. Question gates, below, keep all with an eighth of the entries, in 16 bits or in four. On the small decoders the other methods lose less. An accuracy has a standard error of at most 0.09, so a difference of a few percent decides nothing.
 #
 # ## Let questions teach the gates
 #
 # Fast KVzip's gates imitate KVzip: they keep what the decoder needs to repeat the text. Most of that no question asks for. `question_gates` starts with such gates, and then reads questions about 128 other documents behind caches from which the gates have evicted all but a quarter, an eighth or a sixteenth. Each step moves the gates so that the right answer gets likelier (the derivative is in `methods/ours/question_gates.py`). 300 steps take ten minutes on one core, once for a decoder. The gates ship; to make them again, name a folder: `--calibration FOLDER`.
 #
-# Two things are surprising. With an eighth of the entries SmolLM2 finds more pairs than with all, 0.91 in place of 0.80, perhaps because eviction hides what distracts. And gates that learn to *repeat* the text with an eighth of the entries answer no better than before (RESULTS.md, `taught`).
-#
-# One thing is not: the gates seem to learn the kind of question, even its wording. Without labelled lines in the training they keep fewer labels. Other texts are no problem: with news articles an eighth keeps 106 ± 4 % of the full cache's answers (`prose`). Longer ones seem to be none: in 4,096 tokens an eighth of the entries finds 0.67 ± 0.10 of the needles, the full cache 0.71 ± 0.09 (`far`).
+# The questions of the figure are worded as those that taught the gates; text, words and numbers are others. No table here says what the gates keep for other kinds of question.
 #
 # ## Which heads, not which tokens
 #
@@ -86,9 +85,9 @@ print(f"The first 9 of {len(shares)} heads get {shares[:9].sum() / shares.sum():
       f"the last 45 get {shares[45:].sum() / shares.sum():.0%}.")
 
 # %% [markdown]
-# A tenth of the heads gets more than a third of all entries, and half of the heads an eighth. With these budgets even a random choice within each head finds half of the later needles in a quarter of the entries, and KeyDiff two thirds. With equal budgets they find 0.00 and 0.03. Windows spread over the text find none, and no rule that we tried without KVzip's scores finds a fifth: no query in the text asks for a fact (RESULTS.md, `free`).
+# A tenth of the heads gets more than a third of all entries, and half of the heads an eighth. With these budgets, KeyDiff finds 0.59 of the later needles in a quarter of the entries. Alone, with equal budgets, it finds 0.06 (RESULTS.md, `smollm2`).
 #
-# Gates that imitate KVzip choose better, and they are as cheap: those of one text find 0.80 of the needles in a quarter (RESULTS.md, `gates`).
+# Gates that imitate KVzip choose better: Fast KVzip finds 0.75 of these needles.
 #
 # ## Why two bits break
 #
@@ -116,8 +115,6 @@ print("share of the error in a head's worst 1, 4 and 16 of 64 channels:",
 
 # %% [markdown]
 # With two bits, the error of a score has a standard deviation of 0.7 in the median head: one weight in three doubles or halves by chance. In the worst head it is 2.6. Every bit more halves the error, and more. Four of 64 channels make half of it. Rounding only these finely would divide the error by 1.4, where a third bit for all divides it by 2.3.
-#
-# Values need fewer bits, but not two: with four bits for keys, four-bit values keep 0.71 of the pairs and two-bit values 0.60 (RESULTS.md, `share`; the full cache 0.80).
 #
 # ## What it costs
 #
@@ -246,13 +243,13 @@ for name, keep in ("full", 1), (gates, 0.5), (gates, 0.25), ("snap_kv", 0.25):
 #
 # ## Three things to remember
 #
-# 1. One reading is enough. Gates that have learned from questions answer as much with an eighth of the entries as the full cache, on three decoders. Four bits on top leave 4 % of the bytes.
-# 2. They know the questions that taught them. For others, keep everything in four bits, or what the text can be rebuilt from (`kvzip@4`).
+# 1. One reading is enough. With an eighth of the entries, gates that have learned from questions answer as many such questions as the full cache, on three decoders. Four bits on top change little.
+# 2. Such gates choose for the kinds of question that taught them. For others, keep everything in four bits, or what the text can be rebuilt from (`kvzip@4`).
 # 3. Ask your own questions before you trust a share. What is lost comes back as a fluent mistake.
 #
 # ## Exercises
 #
-# 1. Round the values to two bits and the keys to four. Which task breaks, needles or pairs? The table in RESULTS.md has the answer.
+# 1. Round the values to two bits and the keys to four. Which task breaks, needles or pairs?
 #    <details><summary>Hint</summary>Change <code>bits</code> in the lines of <code>QuantizedSlots</code> that round values (<code>round</code>) and read them (<code>codes</code>).</details>
 # 2. Round the four worst channels of each head to eight bits and the others to two. What does it cost, and what does it save?
 #    <details><summary>Hint</summary>The cell above ranks the channels; <code>quantise</code> takes any part of them.</details>

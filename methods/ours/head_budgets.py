@@ -8,8 +8,8 @@ are read once.
     head h keeps the b·share_h entries whose keys are least like the others
     (methods/baselines/key_diff.py)
 
-On SmolLM2 the heads matter more than the tokens: with these budgets even a random choice keeps more
-later needles than KeyDiff with equal budgets (RESULTS.md).
+On SmolLM2, with a quarter of the entries, it finds 0.59 of the later needles. KeyDiff alone, with
+equal budgets, finds 0.06 (RESULTS.md).
 """
 
 from dataclasses import dataclass
