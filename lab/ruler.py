@@ -43,70 +43,102 @@ niah_multivalue essay         words         numbers       1            4        
 niah_multiquery essay         words         numbers       1            1            4
 """
 NAMES, *ROWS = [line.split() for line in TABLE.strip().splitlines()]
-NIAH = {row[0]: row[1:] for row in ROWS}
+NIAH = {row[0]: row for row in ROWS}
+ESSAYS = [task for task in NIAH if "essay" in NIAH[task]]
 OFFLINE = [*NIAH, "vt", "cwe", "fwe"]
-DOWNLOADED = ["qa_1", "qa_2"]
+# functions that download the questions and texts of SQuAD and HotpotQA
+DOWNLOADED = dict(qa_1="read_squad", qa_2="read_hotpotqa")
 # a reply's tokens, by the beginning of a task's name
 REPLY = dict(niah=128, vt=30, cwe=120, fwe=50, qa=32)
-# context and question; of several matches the last
-PARTS = r"(.*\n)((?:What |(?<!\n\n)Question: |Answer the question ).*)"
+# how a question begins; the last match counts
+QUESTION = (
+    "What (is|are all) the special magic|Answer the question based on"
+    "|Question: (Find all variables|What are the 10 most common|Do not provide)"
+)
 FIELDS = {"context", "question", "answers"}
 LEAST = 1024  # with fewer tokens lm-evaluation-harness may never end (vt)
 PUNKT = "collocations.tab sent_starters.txt abbrev_types.txt ortho_context.tab"
 
 
-def document(task: str, seed: str, tokens: int, tokenizer, words: list[str]) -> dict:
-    """Return lm-evaluation-harness's document of at most `tokens` tokens, its reply included.
+def line_of(task: str, index: int, args, encode, words: list[str]) -> dict:
+    """Return a line of the file. It depends on --seed, --tokens, the task and the index.
 
-    words: hide the needles of a task with essays in a part of these.
+    words: hide the needles of ESSAYS, from a random word on.
     """
-    if "essay" not in NIAH.get(task, ()):
-        return sample(task, seed, tokens, tokenizer)
-    start = random.Random(seed).randrange(max(1, len(words) - tokens))
+    seed = f"{args.seed} {task} {index}"
+    if task in ESSAYS:
+        first = random.Random(seed).randrange(max(1, len(words) - args.tokens))
+        made = longest(task, seed, args.tokens, encode, words[first:])
+    else:
+        made = document(task, seed, args.tokens, encode)
+    answers = made["outputs"]
+    if not answers:
+        raise ValueError(f"{task} does not fit; raise --tokens, now {args.tokens}")
+    text = made["input"]
+    *_, match = re.finditer(QUESTION, text)
+    start = match.start()
+    line = dict(
+        context=text[:start],
+        question=text[start:],
+        answer_prefix=made["gen_prefix"],
+        answers=answers,
+        task=task,
+        max_new_tokens=REPLY[family(task)],
+    )
+    if task in ESSAYS and not args.essays:
+        line |= dict(task=f"{task}*", haystack="held-out text of nanollm/held_out")
+    return line
 
-    # one part of n words; lm-evaluation-harness would add 500 words at a time
+
+def longest(task: str, seed: str, tokens: int, encode, words: list[str]) -> dict:
+    """Return the document with as many words as fit.
+
+    lm-evaluation-harness would add 500 at a time, so it gets them as one.
+    """
+
     def of_words(n: int) -> dict:
-        text = " ".join(words[start : start + n])
-        return sample(task, seed, sys.maxsize, tokenizer, [text])
+        return document(task, seed, sys.maxsize, encode, [" ".join(words[:n])])
 
     n = bisect_right(range(tokens), tokens, key=lambda n: of_words(n)["length"])
     return of_words(n - 1)
 
 
-def sample(task: str, seed: str, tokens: int, tokenizer, haystack=None) -> dict:
-    """Return a document. It depends on the arguments alone: all random states are set."""
+def document(task: str, seed: str, tokens: int, encode, haystack=None) -> dict:
+    """Return lm-evaluation-harness's document of at most `tokens` tokens with its reply."""
     random.seed(seed)
     np.random.seed(zlib.crc32(seed.encode()))  # noqa: NPY002
     utilities("cwe").RNG.seed(seed)
     module = utilities(task)
+    tokenizer = lambda text: SimpleNamespace(input_ids=encode(text))
     # RULER adds 10 parts at a time, too many for short documents
     step = 1 if tokens < 4096 else 10
     if task == "vt":
         make = module.sys_vartrack_w_noise_random
         example = make(tokenizer, 1, 500, 5)[0]
-        return make(tokenizer, 1, tokens, step, icl_example=example)[0]
-    if task == "cwe":
-        return module.sys_word_pair_random(1, tokens, tokenizer)[0]
-    if task == "fwe":
+        made = make(tokenizer, 1, tokens, step, icl_example=example)
+    elif task == "cwe":
+        made = module.sys_word_pair_random(1, tokens, tokenizer)
+    elif task == "fwe":
         room = tokens - REPLY[task]  # RULER does not count the reply
-        return module.sys_kwext(tokenizer, room, 1, tokens // 50)[0]
-    if task in DOWNLOADED:
-        questions, texts = downloaded(task)
+        made = module.sys_kwext(tokenizer, room, 1, tokens // 50)
+    elif task in NIAH:
+        options = dict(zip(NAMES[1:4], NIAH[task][1:4]))
+        options |= zip(NAMES[4:], map(int, NIAH[task][4:]))
+        made = module.generate_samples(
+            haystack or module.get_haystack(options["type_haystack"]),
+            tokenizer,
+            max_seq_length=tokens,
+            template=module.TEMPLATE,
+            num_samples=1,
+            **options,
+        )
+    else:
+        questions, texts = getattr(module, DOWNLOADED[task])()
         some = random.sample(questions, 1)
-        return module.generate_samples(
+        made = module.generate_samples(
             tokenizer, texts, some, tokens, 1, incremental=step
-        )[0]
-    options = {
-        name: int(x) if x.isdigit() else x for name, x in zip(NAMES[1:], NIAH[task])
-    }
-    return module.generate_samples(
-        haystack or module.get_haystack(options["type_haystack"]),
-        tokenizer,
-        max_seq_length=tokens,
-        template=module.TEMPLATE,
-        num_samples=1,
-        **options,
-    )[0]
+        )
+    return made[0]
 
 
 def family(task: str) -> str:
@@ -118,32 +150,8 @@ def utilities(task: str):
     return import_module(f"lm_eval.tasks.ruler.{family(task)}_utils")
 
 
-def downloaded(task: str):
-    """Return the questions and texts of SQuAD (qa_1) or HotpotQA (qa_2)."""
-    module = utilities(task)
-    return module.read_squad() if task == "qa_1" else module.read_hotpotqa()
-
-
-def line_of(task: str, made: dict, essays: bool) -> dict:
-    """Return the line of a document of lm-evaluation-harness."""
-    if not made["outputs"]:
-        raise ValueError(f"{task} has no room for its words; raise --tokens")
-    context, question = re.fullmatch(PARTS, made["input"], re.S).groups()
-    line = dict(
-        context=context,
-        question=question,
-        answer_prefix=made["gen_prefix"],
-        answers=made["outputs"],
-        task=task,
-        max_new_tokens=REPLY[family(task)],
-    )
-    if "essay" in NIAH.get(task, ()) and not essays:
-        line |= dict(task=f"{task}*", haystack="held-out text of nanollm/held_out")
-    return line
-
-
 def prepare(folder: str, tasks: list[str], essays: bool) -> list[str]:
-    """Import and download all that the tasks need; return the words that replace the essays.
+    """Import and download what the tasks need; return the words in which needles are hidden.
 
     folder: is given a Punkt without abbreviations, which nltk reads if it has no punkt_tab.
     """
@@ -153,19 +161,17 @@ def prepare(folder: str, tasks: list[str], essays: bool) -> list[str]:
         (english / name).touch()
     try:
         import_module("nltk").data.path.append(folder)
-        utilities("niah")
-        for task in {*tasks} & {*DOWNLOADED}:
-            downloaded(task)
+        niah = utilities("niah")
+        for task in DOWNLOADED.keys() & tasks:
+            getattr(utilities(task), DOWNLOADED[task])()
         if essays:
-            return utilities("niah").get_haystack("essay")
+            return niah.get_haystack("essay")
     except ImportError:
-        raise ValueError(
-            'lm-evaluation-harness is missing; type pip install "lm-eval[ruler]"'
-        ) from None
+        why = 'lm-evaluation-harness is missing; type pip install "lm-eval[ruler]"'
+        raise ValueError(why) from None
     except OSError:
-        raise ValueError(
-            "the network was not reached; leave out --essays, qa_1 and qa_2"
-        ) from None
+        why = "the network was not reached; leave out --essays, qa_1 and qa_2"
+        raise ValueError(why) from None
     return " ".join(corpus.text("test")).split()
 
 
@@ -185,34 +191,27 @@ def main(argv: list[str]):
 
     whole("--tokens", args.tokens, LEAST)
     whole("--documents", args.documents, 1)
-    tasks = [*dict.fromkeys(args.tasks)]
-    jobs = [(task, i) for task in tasks for i in range(args.documents)]
+    encode = load(args.model)[1].encode_ordinary
+    jobs = [(task, i) for task in args.tasks for i in range(args.documents)]
     bar = tqdm(jobs, "documents", leave=False, disable=None)
     text = ""
     total = 0
-    console = io.StringIO()  # lm-evaluation-harness prints and has bars of its own
+    console = io.StringIO()  # lm-evaluation-harness prints, and has bars of its own
     with (
         TemporaryDirectory() as folder,
         redirect_stdout(console),
         redirect_stderr(console),
     ):
-        words = prepare(folder, tasks, args.essays)
-        encode = load(args.model)[1].encode_ordinary
-
-        def tokenizer(text: str):
-            return SimpleNamespace(input_ids=encode(text))
-
+        words = prepare(folder, args.tasks, args.essays)
         for task, i in bar:
-            made = document(
-                task, f"{args.seed} {task} {i}", args.tokens, tokenizer, words
-            )
-            line = line_of(task, made, args.essays)
+            line = line_of(task, i, args, encode, words)
             text += json.dumps(line, ensure_ascii=False) + "\n"
-            total += len(encode(made["input"])) + line["max_new_tokens"]
+            ids = encode(line["context"] + line["question"])
+            total += len(ids) + line["max_new_tokens"]
     command_line.replace(args.out, text.encode(), before)
     print(
-        f"{len(jobs)} documents of {len(tasks)} tasks, on average {total / len(jobs):.0f} tokens "
-        f"with the reply, are in {args.out}"
+        f"{len(jobs)} documents of {len(args.tasks)} tasks, {total / len(jobs):.0f} tokens each on "
+        f"average with the reply, are in {args.out}"
     )
 
 
@@ -225,14 +224,14 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "--model",
         type=Path,
         default=command_line.TINY,
-        help="model whose tokenizer counts the tokens: a folder, a GGUF file, or smollm2; "
-        "default nanollm/tiny",
+        help="its tokenizer counts the tokens: a folder, a GGUF file, or smollm2; default "
+        "nanollm/tiny",
     )
     parser.add_argument(
         "--tokens",
         type=int,
         default=4096,
-        help="greatest length of a document with its question and its reply; default 4096",
+        help="the most tokens of a document with question and reply; default 4096",
     )
     parser.add_argument(
         "--documents", type=int, default=32, help="documents of each task; default 32"
@@ -241,23 +240,18 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tasks",
         nargs="+",
-        choices=OFFLINE + DOWNLOADED,
+        choices=[*OFFLINE, *DOWNLOADED],
         default=OFFLINE,
         metavar="TASK",
-        help=f"RULER's tasks: {', '.join(OFFLINE)} (default: all these), and qa_1 (SQuAD) and "
-        "qa_2 (HotpotQA), which are downloaded",
+        help=f"default: {', '.join(OFFLINE)}; qa_1 (SQuAD) and qa_2 (HotpotQA) are downloaded",
     )
     parser.add_argument(
         "--essays",
         action="store_true",
-        help="download Paul Graham's essays; default: the held-out text replaces them",
+        help="download Paul Graham's essays; default: held-out text in their place",
     )
     parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="file of questions, a JSON object a line",
+        "--out", type=Path, required=True, metavar="FILE", help="file of questions"
     )
     return parser.parse_args(argv)
 
