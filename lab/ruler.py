@@ -83,7 +83,7 @@ def line_of(task: str, index: int, args, encode, words: list[str]) -> dict:
         answer_prefix=made["gen_prefix"],
         answers=answers,
         task=task,
-        max_new_tokens=REPLY[family(task)],
+        max_new_tokens=REPLY[task.split("_")[0]],
     )
     if task in ESSAYS and not args.essays:
         line |= dict(task=f"{task}*", haystack="held-out text of nanollm/held_out")
@@ -141,13 +141,9 @@ def document(task: str, seed: str, tokens: int, encode, haystack=None) -> dict:
     return made[0]
 
 
-def family(task: str) -> str:
-    return task.split("_")[0]
-
-
 def utilities(task: str):
     """Return lm-evaluation-harness's module for a task."""
-    return import_module(f"lm_eval.tasks.ruler.{family(task)}_utils")
+    return import_module(f"lm_eval.tasks.ruler.{task.split('_')[0]}_utils")
 
 
 def prepare(folder: str, tasks: list[str], essays: bool) -> list[str]:
