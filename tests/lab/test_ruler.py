@@ -1,8 +1,8 @@
 """python -m lab.ruler: RULER's documents are those that lm-evaluation-harness makes."""
 
 import json
-from pathlib import Path
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +14,16 @@ from lab import ruler
 from lm_eval.tasks.ruler import niah_utils
 
 TOKENS = 1300
+FIELDS = ruler.FIELDS | {"answer_prefix", "task", "max_new_tokens"}
 NEEDLE = "One of the special magic {} for {} is: {}."
 
 
 @pytest.fixture
 def lines(tmp_path, capsys):
-    """Return a function that returns the lines which the command writes, and the file's bytes."""
+    """Return a function that returns the lines which the command writes."""
 
-    def run(tasks: str, seed: int = 0, documents: int = 2, file: str = "ruler.jsonl"):
-        out = tmp_path / file
+    def run(tasks: str, seed: int = 0, documents: int = 2):
+        out = tmp_path / "ruler.jsonl"
         options = (
             f"--tokens {TOKENS} --documents {documents} --seed {seed} --tasks {tasks}"
         )
@@ -42,12 +43,7 @@ def test_a_line_has_its_fields_and_its_answers_are_in_its_context(lines):
     found = lines(" ".join(ruler.OFFLINE), documents=1)
     assert [x["task"].strip("*") for x in found] == ruler.OFFLINE
     for x in found:
-        assert {*x} - {"haystack"} == {
-            *ruler.FIELDS,
-            "answer_prefix",
-            "task",
-            "max_new_tokens",
-        }
+        assert {*x} - {"haystack"} == FIELDS
         assert x["context"].endswith("\n") and "\n" not in x["question"]
         assert x["question"].split()[0] in ("What", "Question:")
         assert ("haystack" in x) == x["task"].endswith("*")
@@ -57,22 +53,15 @@ def test_a_line_has_its_fields_and_its_answers_are_in_its_context(lines):
 
 def test_needles_are_rulers_and_the_haystack_fills_the_length(lines):
     found = lines("niah_single_2 niah_single_3 niah_multivalue niah_multiquery")
-    starts = {x["context"].splitlines()[1][:40] for x in found}
-    assert len(starts) == len(found)
     for x in found:
         assert x["task"].endswith("*")
         assert 0.95 * TOKENS <= length(x)
         kind = "uuids" if "single_3" in x["task"] else "numbers"
-        about = (
-            x["question"]
-            .split(" for ", 1)[1]
-            .removesuffix(" mentioned in the provided text?")
-        )
-        keys = about.replace(", and ", ", ").split(", ")
+        about = re.search(" for (.*) mentioned", x["question"])[1]
+        keys = re.split(", and |, ", about)
         keys *= len(x["answers"]) // len(keys)
         for key, value in zip(keys, x["answers"], strict=True):
             assert x["context"].count(NEEDLE.format(kind, key, value)) == 1
-        assert x["answer_prefix"].split(" for ", 1)[1].startswith(about)
 
 
 def test_the_parts_are_lm_evals_input_and_the_answers_its_outputs(lines):
@@ -96,7 +85,7 @@ def test_the_parts_are_lm_evals_input_and_the_answers_its_outputs(lines):
 def test_a_document_depends_on_seed_task_and_index_alone(lines):
     tasks = "niah_single_2 vt cwe fwe"
     found = lines(tasks)
-    again = lines("fwe cwe vt niah_single_2", documents=3, file="other.jsonl")
+    again = lines("fwe cwe vt niah_single_2", documents=3)
     assert all(x in again for x in found)
     other = lines(tasks, seed=1)
     answers = [{a for x in part for a in x["answers"]} for part in (found, other)]
@@ -104,8 +93,8 @@ def test_a_document_depends_on_seed_task_and_index_alone(lines):
     assert len({x["context"] for x in found + other}) == 2 * len(found)
 
 
-def test_refusals_leave_files_as_they_are(lines, tmp_path, monkeypatch):
-    file = Path(tmp_path, "ruler.jsonl")
+def test_refusals_leave_files_as_they_are(lines, tmp_path):
+    file = tmp_path / "ruler.jsonl"
     for content in ('{"context": ""}\n', "a text\n"):
         file.write_text(content)
         with pytest.raises(ValueError, match="something else"):
@@ -114,7 +103,4 @@ def test_refusals_leave_files_as_they_are(lines, tmp_path, monkeypatch):
     file.unlink()
     with pytest.raises(ValueError, match="network"):
         lines("niah_single_1 qa_1")
-    monkeypatch.setattr(ruler, "utilities", lambda task: __import__("no_such_package"))
-    with pytest.raises(ValueError, match="pip install"):
-        lines("niah_single_1")
     assert not file.exists()
