@@ -3,6 +3,7 @@
     python -m nanollm                  the short table: main methods, keep ratio 25 %: 15 seconds
     python -m nanollm --all            every method, keep ratios 50, 25, 12.5, 6.25 %: ten minutes
     python -m nanollm --methods h2o ada_kv+critical --keep 50 25 --json rows.json
+    python -m nanollm --questions FILE.jsonl --keep 25 12.5   your questions (lab/question_file.py)
 
 The table explains its columns. Other commands, each with its own --help:
 
@@ -28,6 +29,10 @@ ALL_RATIOS = [50, 25, 12.5, 6.25]  # keep ratios in percent, if not told otherwi
 def main(argv: list[str]):
     """Check the options and files, measure the rows and print them; write them and a figure."""
     args = read_options(argv)
+    if args.questions:
+        from lab.question_comparison import compare  # loads torch
+
+        return compare(args)
     stored = check_files(args.figure, args.json)
     text = command_line.read_text(args.text) if args.text else None
 
@@ -111,6 +116,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="also measure the change of a head's output by its own layer's compression",
     )
+    question_options(parser)
     command_line.window_option(parser)
     parser.add_argument(
         "--lengths",
@@ -156,6 +162,10 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         raise ValueError(
             f"--all already runs every method; leave out --all or --methods {args.methods[0]} …"
         )
+    if args.questions:
+        return checked_questions(args)
+    if args.csv or args.scheduler or args.against:
+        raise ValueError("--csv, --scheduler and --against need --questions FILE")
     args.short = not (
         args.all or args.methods or args.keep or args.l1 or args.tasks != "standard"
     )
@@ -166,6 +176,65 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     )
     if args.resume and not args.json:
         raise ValueError("--resume continues the rows of a file; name it with --json")
+    for percent in args.keep:
+        command_line.check_keep(percent)
+    return args
+
+
+def question_options(parser):
+    """Add the options of a file of questions."""
+    parser.add_argument(
+        "--questions",
+        type=Path,
+        metavar="FILE",
+        help="measure on the questions of a file, one JSON object a line with context, "
+        "question and answers; lab/question_file.py has all fields",
+    )
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        choices=("agnostic", "aware"),
+        default=["agnostic"],
+        help="with --questions: agnostic, the question comes after the compression; aware, "
+        "it is compressed too; default agnostic",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="NAME",
+        help="with --questions: also print differences to this method, paired by question",
+    )
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="with --questions: file for a line of each reply",
+    )
+    parser.add_argument(
+        "--scheduler",
+        metavar="ADDRESS",
+        help="with --questions: Dask scheduler whose workers share the contexts (pip install "
+        "distributed); all must see this repository and the files",
+    )
+
+
+def checked_questions(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the options of a run on questions. ValueError if some do not go together."""
+    others = dict(
+        tasks=args.tasks != "standard",
+        lengths=args.lengths,
+        documents=args.documents,
+        text=args.text,
+        l1=args.l1,
+    )
+    for name, is_given in others.items():
+        if is_given:
+            raise ValueError(
+                f"--{name} is of the tasks that are made here; --questions has its own"
+            )
+    if args.against and args.methods and args.against not in args.methods:
+        raise ValueError(f"--against {args.against} is not among --methods; add it")
+    args.keep = [*dict.fromkeys(args.keep or [25])]
+    args.settings = [*dict.fromkeys(args.settings)]
     for percent in args.keep:
         command_line.check_keep(percent)
     return args

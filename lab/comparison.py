@@ -4,7 +4,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from itertools import groupby
 import json
-import sys
 from typing import NamedTuple
 from zlib import crc32
 
@@ -18,11 +17,10 @@ from lab.benchmark import (
     excess,
     run,
 )
+from lab.contenders import Contenders
 from lab.kept import full_cache_bytes
-from lab.loading import calibrated, loaded
-from lab.methods_by_name import one_line, pick
+from lab.methods_by_name import one_line
 from lab.processes import spread
-from lab.retrieval import Make, maker
 from lab.tasks import Tasks
 from nanollm.block_linear import number_format
 from nanollm.check import check_seed
@@ -47,12 +45,13 @@ class Comparison:
 
     def __init__(self, args: Namespace, text: str | None):
         self.args = args
-        self.methods = pick([*table.SHOWN] if args.short else args.methods)
-        self.model, self.encoding = loaded(args)
-        self.tasks = Tasks(self.encoding, "test", text)
+        self.contenders = Contenders(
+            args, [*table.SHOWN] if args.short else args.methods
+        )
+        self.model = self.contenders.model
+        self.tasks = Tasks(self.contenders.encoding, "test", text)
         self.settings = settings(args, self.model, text)
         self.earlier: dict[Job, dict] = {}
-        self.options: dict[str, dict] = {}  # of each method that can be measured
         self.benchmarks: list[Benchmark] = []  # of the length that is being measured
         check_seed(args.seed)
         for T in args.lengths:
@@ -83,56 +82,17 @@ class Comparison:
 
         What cannot is left out, with a line on stderr; ValueError if --methods names its method.
         """
-        ratios = [percent / 100 for percent in self.args.keep]
         jobs = []
         for T in self.args.lengths:
-            for name, variant in self.methods.items():
-                keep_ratios = ratios if variant.takes("budget") else [None]
-                jobs += [Job(T, name, ratio) for ratio in keep_ratios]
+            jobs += [Job(T, *pair) for pair in self.contenders.each()]
         missing = [job for job in jobs if job not in self.earlier]
-        self.calibrate(dict.fromkeys(job.method for job in missing))
+        self.contenders.calibrate(dict.fromkeys(job.method for job in missing))
         return [job for job in jobs if job in self.earlier or self.possible(job)]
-
-    def calibrate(self, names: dict[str, None]):
-        """Find the options of methods, which may take minutes, before any row is measured."""
-        for name in names:
-            variant = self.methods[name]
-            try:
-                learned = calibrated(
-                    variant, self.model, self.encoding, self.args.calibration
-                )
-            except Exception as error:
-                self.leave_out(name, error)
-            else:
-                defaults = dict(window_size=self.args.window) | learned
-                self.options[name] = variant.given(**defaults)
 
     def possible(self, job: Job) -> bool:
         """Return whether a method can have its budget in the shortest prompt."""
-        if job.method not in self.options:
-            return False
         shortest = job.tokens - continuation_length(job.tokens) - 1
-        try:
-            self.make(job)(shortest)
-        except ValueError as error:
-            line = table.label(job.method, job.keep_ratio)
-            self.leave_out(f"{line} of {shortest} tokens", error)
-            return False
-        except Exception:  # a bug in the method: its own row reports it
-            pass
-        return True
-
-    def make(self, job: Job) -> Make:
-        """Return a function that makes a method's caches."""
-        variant = self.methods[job.method]
-        options = self.options[job.method]
-        return maker(self.model, variant.kind, job.keep_ratio, variant.store, **options)
-
-    def leave_out(self, what: str, error: Exception):
-        line = f"{what}: {one_line(error)}"
-        if self.args.methods:
-            raise ValueError(line) from error
-        print(f"left out: {line}", file=sys.stderr)
+        return self.contenders.possible(job.method, job.keep_ratio, shortest)
 
     # ---- the rows ----
 
@@ -155,7 +115,8 @@ class Comparison:
         if job in self.earlier:
             return self.earlier[job]
         try:
-            measured = run(self.benchmarks, self.model, self.make(job), self.args.l1)
+            make = self.contenders.make(job.method, job.keep_ratio)
+            measured = run(self.benchmarks, self.model, make, self.args.l1)
         except Exception as error:
             return Failed(one_line(error))
         return table.row_of(

@@ -16,6 +16,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.ticker import LogLocator, NullLocator
 import numpy as np
 
+from lab import question_table
 from lab.command_line import replace
 from lab.kept import held
 
@@ -23,6 +24,7 @@ from lab.kept import held
 TITLE = "Figure of python -m nanollm"
 MOST = 10  # methods in a figure; more cannot be told apart
 STORED = Path(__file__).parent / "stored"
+LATER = dict(agnostic="question after the compression", aware="question in the prompt")
 
 # A family's colour and marker. Families of similar grey have different markers.
 FAMILIES = {
@@ -125,6 +127,33 @@ def comparison(rows: list[dict], file: Path):
     figure.suptitle(f"{model}, {title}" if model else title)
     if left_out:
         words = fill("Not drawn: " + ", ".join(left_out), 230)
+        figure.supxlabel(words, fontsize=8, color="0.4")
+    save(figure, file)
+
+
+def questions(frame, file: Path, title: str):
+    """Draw the mean score over bytes, by setting. frame: of lab/question_table.py."""
+    settings = [*frame.setting.unique()]
+    shown, left_out = drawn([*frame.method.unique()])
+    size = 8.5 * len(settings), 5.5
+    figure, axes = plt.subplots(1, len(settings), figsize=size, squeeze=False)
+    figure.set_layout_engine("constrained")
+    for axis, setting in zip(axes[0], settings):
+        mine = frame[frame.setting == setting]
+        scores = question_table.wide(mine, "score")
+        scores = scores.loc[question_table.judging(scores)]
+        kib = mine.groupby(["method", "keep"]).kib.mean().sort_values()
+        mean, error = question_table.means(scores)
+        points = {name: [] for name in ("full", *shown)}
+        for (name, ratio), size in kib.items():
+            if name in points:
+                x = dict(live_16=1024 * size, score=mean[name, ratio])
+                points[name].append(x | dict(mean_score_se=error[name, ratio]))
+        (full,) = points.pop("full")
+        over_bytes(axis, points, full, "score", f"mean score, {LATER[setting]}")
+    figure.suptitle(f"{title}; bars: ± 1 standard error")
+    if left_out:
+        words = fill("Not drawn: " + ", ".join(left_out), 115 * len(settings))
         figure.supxlabel(words, fontsize=8, color="0.4")
     save(figure, file)
 

@@ -48,3 +48,25 @@ def done(i: int) -> bytes:
     """Return item i's result as bytes, because tensors in shared memory would need open files."""
     function, items = work
     return pickle.dumps(function(items[i]))
+
+
+def on_cluster(address: str, function: Callable, items: list) -> Iterator:
+    """Yield function(item) for each item, in order, computed by a Dask cluster's workers.
+
+    A lost worker's items go to another one. The workers need this repository and the same files.
+    ValueError if Dask is missing or the scheduler is not reached.
+    """
+    try:
+        from dask.distributed import Client
+    except ModuleNotFoundError:
+        raise ValueError(
+            "--scheduler needs Dask; run pip install distributed"
+        ) from None
+    try:
+        client = Client(address, timeout=10)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no Dask scheduler at {address} ({error})") from None
+    with client:
+        futures = client.map(function, items, pure=False, retries=2)
+        for future in futures:
+            yield future.result()

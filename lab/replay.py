@@ -104,6 +104,7 @@ def record(
     model,
     caches: list[Recorder],
     tokens: Tensor,
+    chunk_size: int = 64,
 ) -> list[Recording]:
     """Let the decoder read tokens (B, T); return a recording per layer, in CPU memory.
 
@@ -111,7 +112,7 @@ def record(
     """
     if not tokens.shape[1]:
         return []
-    feed(model, tokens, caches)
+    feed(model, tokens, caches, chunk_size)
     return [layer.take()[0].to("cpu") for layer in caches]
 
 

@@ -85,6 +85,8 @@ def line_of(task: str, index: int, args, encode, words: list[str]) -> dict:
         task=task,
         max_new_tokens=REPLY[task.split("_")[0]],
     )
+    if args.reply:
+        line["max_new_tokens"] = args.reply * (len(answers) + 1)
     if task in ESSAYS and not args.essays:
         line |= dict(task=f"{task}*", haystack="held-out text of nanollm/held_out")
     return line
@@ -187,8 +189,10 @@ def main(argv: list[str]):
 
     whole("--tokens", args.tokens, LEAST)
     whole("--documents", args.documents, 1)
+    if args.reply is not None:
+        whole("--reply", args.reply, 1)
     encode = load(args.model)[1].encode_ordinary
-    jobs = [(task, i) for task in args.tasks for i in range(args.documents)]
+    jobs = [(task, i) for i in range(args.documents) for task in args.tasks]
     bar = tqdm(jobs, "documents", leave=False, disable=None)
     text = ""
     total = 0
@@ -231,6 +235,12 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--documents", type=int, default=32, help="documents of each task; default 32"
+    )
+    parser.add_argument(
+        "--reply",
+        type=int,
+        metavar="TOKENS",
+        help="end replies earlier than RULER: so many tokens for each answer, and as many more",
     )
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument(

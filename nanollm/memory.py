@@ -135,14 +135,10 @@ class Memory(Cache):
             raise ValueError(
                 f"{end} tokens exceed the model's {longest} positions; shorten the text"
             )
-        window = self.model.windows[
-            0
-        ]  # if this layer slides and is compressed, all are
-        if (
-            window
-            and end > window.size
-            and not isinstance(self.caches[0], SlidingSlots)
-        ):
+        # if the first layer slides and is compressed, all are
+        window = self.model.windows[0]
+        slides = getattr(self.caches[0], "sliding", None) == window
+        if window and end > window.size and not slides:
             raise ValueError(
                 f"all layers attend to the last {window.size} tokens alone, and the text has "
                 f"{end}; shorten the text, take another model, or full attention"

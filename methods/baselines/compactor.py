@@ -26,22 +26,30 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from methods.baselines.kvzip import KVzip
 from nanollm.attention import wide
-from nanollm.cache import ALL, Slots
+from nanollm.cache import ALL, Method, Slots
+from nanollm.check import check_budget, whole
 from nanollm.model import rope, rotate
 from nanollm.window import WindowMethod
 
 
 @dataclass
-class Compactor(KVzip):
-    """Shares KVzip's options and their checks, but each head keeps `budget` entries."""
-
-    sinks: int = 8
-    recent: int = 4
+class Compactor(Method):
+    budget: int  # entries that each key/value head may keep
+    sinks: int = 8  # first entries of each head, which stay whatever their scores
+    recent: int = 4  # newest entries, which stay, too
     piece: int = 256  # tokens of a chunk
     window_size = ALL  # `observe` notes the queries of the whole prompt
     observe = WindowMethod.observe
+
+    def __post_init__(self):
+        whole("sinks", self.sinks, 0)
+        whole("recent", self.recent, 0)
+        whole("piece", self.piece, 1)
+        least = self.sinks + self.recent + 1
+        check_budget(
+            self.budget, least, f"the first {self.sinks}, the newest {self.recent}"
+        )
 
     def compress(self, model, tokens: Tensor, layers: list[Slots]):
         for layer in layers:

@@ -1,0 +1,199 @@
+"""Compare methods on a file of questions: python -m nanollm --questions FILE.jsonl."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import lru_cache, partial
+import json
+import pickle
+import time
+from zlib import crc32
+
+import torch
+from tqdm import tqdm
+
+from lab import command_line, question_table, table
+from lab.answering import Job, answered
+from lab.contenders import Contenders
+from lab.processes import on_cluster, spread
+from lab.question_file import Encoder, Question, contexts, read
+from nanollm.block_linear import number_format
+
+HEADER = b"method,setting,task,line,score,surprise,kib,prompt,reply,keep"
+
+
+class QuestionComparison:
+    """The model, the methods and the questions of a run."""
+
+    def __init__(self, args: Namespace):
+        self.args = args
+        self.questions = read(args.questions)
+        self.contexts = contexts(self.questions)
+        names = [] if args.all else args.methods or [*table.SHOWN]
+        if names and "full" not in names:
+            names = ["full", *names]
+        self.contenders = Contenders(args, names)
+        model = self.contenders.model
+        self.encoder = Encoder(self.contenders.encoding, model.config)
+        text = args.questions.read_bytes()
+        self.settings = dict(
+            questions=f"{args.questions.name}, crc32 {crc32(text):08x}",
+            model=command_line.whole_name(args.model),
+            engine=args.engine,
+            dtype=number_format(model),
+            window=args.window,
+        )
+
+    def lengths(self) -> list[int]:
+        """Return the tokens of each context. ValueError if the model cannot read one."""
+        longest = self.contenders.model.config.max_len
+        lengths = []
+        for some in self.contexts:
+            n = self.encoder.context(some[0].context).shape[1]
+            lengths.append(n)
+            for question in some:
+                parts = self.encoder.question(question)
+                reply = max(question.max_new_tokens, parts[2].shape[1])
+                total = n + sum(x.shape[1] for x in parts[:2]) + reply
+                if total > longest:
+                    raise ValueError(
+                        f"{self.args.questions}, line {question.line}: context, question and "
+                        f"reply take {total} tokens, and the model reads {longest}; shorten it"
+                    )
+        return lengths
+
+    def jobs(self, shortest: int) -> list[tuple[str, str, float | None]]:
+        """Return setting, method and keep ratio of all rows that are possible."""
+        self.contenders.calibrate(dict.fromkeys(self.contenders.methods))
+        pairs = [
+            pair
+            for pair in self.contenders.each()
+            if self.contenders.possible(*pair, shortest)
+        ]
+        return [(setting, *pair) for setting in self.args.settings for pair in pairs]
+
+    def result(self, item: tuple[int, list]) -> list[dict]:
+        """Return the records of a context, by its number, for some of the jobs."""
+        number, jobs = item
+        some = {}
+        for setting, name, ratio in jobs:
+            make = self.contenders.make(name, ratio)
+            some.setdefault(setting, []).append(Job(name, ratio, make))
+        return answered(
+            self.contenders.model, self.encoder, self.contexts[number], some
+        )
+
+    def results(self, items: list) -> Iterator[list[dict]]:
+        """Yield each item's records. Each core has a process, or a cluster has many."""
+        args = self.args
+        if args.scheduler:
+            packed = pickle.dumps((args, self.contenders.options))
+            return on_cluster(args.scheduler, partial(elsewhere, packed), items)
+        processes = args.device == "cpu" and args.threads < 2
+        return spread(self.result, items, processes)
+
+
+@lru_cache(1)
+def opened(packed: bytes) -> QuestionComparison:
+    """Return the run that another process packed, with a decoder of this process's own."""
+    args, options = pickle.loads(packed)
+    comparison = QuestionComparison(args)
+    comparison.contenders.options = options
+    torch.set_num_threads(1)
+    return comparison
+
+
+def elsewhere(packed: bytes, item: tuple[int, list]) -> list[dict]:
+    """Return `result` of an item, in a worker of a cluster."""
+    return opened(packed).result(item)
+
+
+# ---- the command ----
+
+
+def compare(args: Namespace):
+    """Measure, and print the tables; write records and a figure."""
+    command_line.check_figure(args.figure)
+    stored = b""
+    if args.json:
+        stored = command_line.check_output(args.json, "records", is_ours)
+    if args.csv:
+        command_line.check_output(args.csv, "records", is_csv)
+    comparison = QuestionComparison(args)
+    lengths = comparison.lengths()
+    records = earlier(args, comparison.settings, stored) if args.resume else []
+    jobs = comparison.jobs(min(lengths))
+    items = missing(comparison.contexts, jobs, records)
+
+    print(
+        f"{len(comparison.questions)} questions on {len(lengths)} contexts of "
+        f"{min(lengths)} to {max(lengths)} tokens, from {args.questions}; "
+        f"model {args.model}\n\n{question_table.TERMS}",
+        flush=True,
+    )
+    began = time.time()
+    results = comparison.results(items)
+    for found in tqdm(results, "contexts", len(items), disable=None, leave=False):
+        records += found
+        if args.json:
+            data = dict(settings=comparison.settings, records=records)
+            text = json.dumps(data, indent=0, ensure_ascii=False).encode()
+            stored = command_line.replace(args.json, text, stored)
+    rank = {job: i for i, job in enumerate(jobs)}
+    records = [record for record in records if job_of(record) in rank]
+    records.sort(key=lambda record: (rank[job_of(record)], record["line"]))
+    frame = question_table.frame_of(records)
+    if args.csv:
+        command_line.replace(args.csv, frame.to_csv(index=False).encode())
+    print(f"\n{question_table.show(frame, args.against)}")
+    for around in {q.haystack for q in comparison.questions if q.haystack}:
+        print(f"\n*: around the facts stands {around}")
+    from lab import plot  # matplotlib takes a second to import
+
+    plot.questions(frame, args.figure, title_of(comparison))
+    seconds = time.time() - began
+    print(f"\n{len(jobs)} rows in {seconds:.0f} s; figure in {args.figure}")
+
+
+def title_of(comparison: QuestionComparison) -> str:
+    args = comparison.args
+    n = len(comparison.questions)
+    return f"{args.model.name}, {n} questions of {args.questions.name}"
+
+
+def job_of(record: dict) -> tuple:
+    return record["setting"], record["method"], record["keep_ratio"]
+
+
+def earlier(args: Namespace, settings: dict, stored: bytes) -> list[dict]:
+    """Return the records of --json. ValueError if they have other settings."""
+    if not stored:
+        return []
+    found = json.loads(stored)
+    for name, x in settings.items():
+        if found["settings"][name] != x:
+            raise ValueError(
+                f"the records in {args.json} were measured with {name} "
+                f"{found['settings'][name]}, not {x}; give the same, or name another file"
+            )
+    return found["records"]
+
+
+def missing(groups: list[list[Question]], jobs: list, records: list[dict]) -> list:
+    """Return each context's number with the jobs that lack a record of one of its lines."""
+    done = {(*job_of(record), record["line"]) for record in records}
+    items = []
+    for i, some in enumerate(groups):
+        left = [job for job in jobs if any((*job, q.line) not in done for q in some)]
+        if left:
+            items.append((i, left))
+    return items
+
+
+def is_ours(data: bytes) -> bool:
+    """Return whether data is a file of records that this command wrote."""
+    found = command_line.read_json(data)
+    return isinstance(found, dict) and found.keys() == {"settings", "records"}
+
+
+def is_csv(data: bytes) -> bool:
+    return data.startswith(HEADER)
