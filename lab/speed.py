@@ -116,14 +116,14 @@ def end_and_step(
 # ---- the peers ---
 
 
-def presses(keep: float) -> dict:
+def presses(keep: float, window: int = 32) -> dict:
     """Return kvpress's presses by our names; {} if it is not installed. keep: in percent."""
     try:
         import kvpress
     except ImportError:
         return {}
     ratio = 1 - keep / 100
-    snap = lambda Press=kvpress.SnapKVPress: Press(ratio, window_size=32, kernel_size=7)
+    snap = lambda Press=kvpress.SnapKVPress: Press(ratio, window, 7)
     return {
         "snap_kv": snap(),
         "pyramid_kv": snap(kvpress.PyramidKVPress),

@@ -139,7 +139,7 @@ class Learned(Method):
 def learned(monkeypatch):
     """Put the method Learned in the place of all others."""
     own = dict(learned=Variant(Learned, {}))
-    for file in "lab.comparison", "lab.methods_by_name":
+    for file in "lab.contenders", "lab.methods_by_name":
         monkeypatch.setattr(f"{file}.pick", lambda names: own)
     monkeypatch.setattr(loading, "Tasks", lambda encoding, split: tasks(split))
     loading.training_tasks.cache_clear()

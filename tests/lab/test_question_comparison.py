@@ -1,0 +1,134 @@
+"""python -m nanollm --questions: records, figure, going on, a cluster, and one-line refusals."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from commands import refused
+from lab import question_comparison
+from lab.plot import TITLE
+from nanollm.__main__ import main
+
+LINES = [
+    dict(context=f"{i}. " + "The code of table is 4810. " * 9, question=question)
+    | dict(answers=["4810"], task=f"code_{i}", max_new_tokens=3)
+    for i in range(3)
+    for question in ("The code of table is", "And")
+]
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch, tmp_path):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # then no processes are forked
+    monkeypatch.chdir(tmp_path)
+    write(LINES)
+
+
+def write(lines):
+    Path("q.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def arguments(checkpoint, options=""):
+    given = f"--questions q.jsonl --json r.json --csv r.csv --model {checkpoint}"
+    return [*given.split(), *options.split()]
+
+
+def test_each_question_has_a_record_and_the_same_command_the_same_ones(
+    checkpoint, capsys
+):
+    options = "--methods h2o kvzip --keep 50 25 --settings agnostic aware"
+    main(arguments(checkpoint, options))
+    first = json.loads(Path("r.json").read_text())
+    assert len(first["records"]) == 5 * 2 * len(LINES)  # the full cache, too
+    rows = [*csv.DictReader(Path("r.csv").open())]
+    assert len(rows) == len(first["records"])
+    assert {row["keep"] for row in rows} == {"100.0", "50.0", "25.0"}
+    assert f"Title\0{TITLE}".encode() in Path("compare.png").read_bytes()
+    out = capsys.readouterr().out
+    assert "6 questions on 3 contexts" in out
+    assert "agnostic: " in out and "aware: " in out
+    main(arguments(checkpoint, options))
+    assert json.loads(Path("r.json").read_text()) == first
+
+
+def test_a_run_goes_on_with_what_its_file_lacks(checkpoint, capsys, monkeypatch):
+    main(arguments(checkpoint, "--methods h2o --keep 50"))
+    before = capsys.readouterr().out
+    measure = question_comparison.answered
+    asked = []
+
+    def note(model, encoder, questions, jobs):
+        asked.append((questions[0].line, [job.method for job in jobs["agnostic"]]))
+        return measure(model, encoder, questions, jobs)
+
+    monkeypatch.setattr(question_comparison, "answered", note)
+    main(arguments(checkpoint, "--methods h2o --keep 50 --resume"))
+    table = lambda out: out[out.index("agnostic") : out.index(" rows in")]
+    assert table(capsys.readouterr().out) == table(before)
+    assert asked == []
+    main(arguments(checkpoint, "--methods h2o tova --keep 50 --resume"))
+    assert asked == [(1, ["tova"]), (3, ["tova"]), (5, ["tova"])]
+    write(LINES[:4])
+    message = "measured with questions q.jsonl, crc32"
+    refused(capsys, arguments(checkpoint, "--methods h2o --resume"), message)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--lengths 64", "--lengths is of the tasks"),
+        ("--documents 2", "--documents is of the tasks"),
+        ("--l1", "--l1 is of the tasks"),
+        ("--methods h2o --against tova", "--against tova is not among --methods"),
+        ("--keep 0", "--keep is 0"),
+        ("--keep 0.1 --methods h2o", "h2o at 0.1 % of .* tokens: budget 0"),
+        ("--methods h2o --json q.jsonl", "holds something else than the records"),
+        ("--methods h2o --csv q.jsonl", "holds something else than the records"),
+        ("--scheduler tcp://127.0.0.1:9", "no Dask scheduler|needs Dask"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(checkpoint, capsys, options, message):
+    refused(capsys, arguments(checkpoint, options), message)
+
+
+def test_a_line_that_the_model_cannot_read_is_named(checkpoint, capsys):
+    write([LINES[0], LINES[0] | dict(context="long " * 600)])
+    message = r"q.jsonl, line 2: .* the model reads 800; shorten it"
+    refused(capsys, arguments(checkpoint, "--methods h2o"), message)
+
+
+def test_options_of_questions_need_a_file(capsys):
+    for option in "--csv x.csv", "--against h2o", "--scheduler tcp://x:1":
+        refused(capsys, option.split(), "need --questions FILE")
+
+
+@pytest.mark.slow
+def test_two_workers_of_a_cluster_give_the_same_table_though_one_is_lost(
+    checkpoint, capsys, monkeypatch
+):
+    distributed = pytest.importorskip("distributed")
+    options = "--methods h2o kvzip --keep 50"
+    main(arguments(checkpoint, options))
+    alone = json.loads(Path("r.json").read_text())
+    with distributed.LocalCluster(2, threads_per_worker=1, dashboard_address="") as two:
+        here = Path.cwd()
+        monkeypatch.chdir(Path(__file__).parents[2])
+        files = [f"{here}/{name}" for name in ("q.jsonl", "r.json", "r.csv", "c.png")]
+        given = f"--questions {files[0]} --json {files[1]} --csv {files[2]}"
+        given += f" --figure {files[3]} --model {checkpoint} {options}"
+        pids = iter([worker.pid for worker in two.workers.values()])
+        kill_soon(next(pids))
+        main([*given.split(), "--scheduler", two.scheduler_address])
+    monkeypatch.chdir(here)
+    assert json.loads(Path("r.json").read_text()) == alone
+
+
+def kill_soon(pid):
+    """Kill a process in three seconds."""
+    import os
+    import signal
+    from threading import Timer
+
+    Timer(3, os.kill, (pid, signal.SIGKILL)).start()

@@ -1,0 +1,88 @@
+"""Means, paired errors and shares are those of loops over the questions."""
+
+from statistics import fmean, stdev
+
+import pytest
+
+from lab import question_table
+from lab.question_table import frame_of, frame_of_rows, means, rows_of, shares, wide
+
+SCORES = {
+    "full": dict(a=[1, 1, 0.5], b=[1, 0], c=[0, 0.2]),
+    "h2o": dict(a=[1, 0, 0.5], b=[0.5, 0], c=[1, 1]),
+}
+LINES = dict(a=[1, 4, 6], b=[2, 5], c=[3, 7])
+
+
+def records():
+    made = []
+    for name, ratio in ("full", None), ("h2o", 0.25):
+        for task, scores in SCORES[name].items():
+            for line, score in zip(LINES[task], scores):
+                place = dict(method=name, keep_ratio=ratio, setting="agnostic")
+                place |= dict(task=task, line=line, prompt=9, reply="x")
+                made.append(place | dict(score=score, surprise=2 * line, kib=line))
+    return sorted(made, key=lambda record: -record["line"])
+
+
+def over_tasks(values):
+    """Return mean and standard error of {task: numbers}; tasks count alike."""
+    errors = [stdev(x) / len(x) ** 0.5 for x in values.values()]
+    mean = fmean(map(fmean, values.values()))
+    return mean, sum(error**2 for error in errors) ** 0.5 / len(errors)
+
+
+def test_means_are_over_tasks_and_errors_over_questions():
+    table = wide(frame_of(records()), "score")
+    mean, error = means(table)
+    for name, keep in ("full", 100), ("h2o", 25):
+        expected = over_tasks(SCORES[name])
+        assert (mean[name, keep], error[name, keep]) == pytest.approx(expected)
+
+
+def test_shares_of_the_full_cache_are_paired_by_question():
+    share, error = shares(wide(frame_of(records()), "score"))
+    full, h2o = SCORES["full"], SCORES["h2o"]
+    expected = over_tasks(h2o)[0] / over_tasks(full)[0]
+    rest = {}
+    for task in full:
+        rest[task] = [x - expected * y for x, y in zip(h2o[task], full[task])]
+    assert share["h2o", 25] == pytest.approx(expected)
+    assert error["h2o", 25] == pytest.approx(over_tasks(rest)[1] / over_tasks(full)[0])
+    assert (share["full", 100], error["full", 100]) == (1, 0)
+
+
+def test_stored_rows_give_the_frame_again():
+    frame = frame_of(records())
+    rows = rows_of(frame)
+    assert len(rows) == 6
+    again = frame_of_rows(rows)
+    for of in "score", "surprise":
+        assert wide(again, of).equals(wide(frame, of))
+    assert question_table.show(again) == question_table.show(frame)
+
+
+def test_a_task_that_the_full_cache_cannot_do_is_not_in_the_mean():
+    text = question_table.show(frame_of(records()), "h2o")
+    assert "The full cache answers only 0.10 of c" in text
+    some = {name: {task: SCORES[name][task] for task in ("a", "b")} for name in SCORES}
+    mean, error = over_tasks(some["h2o"])
+    pairs = {
+        task: [x - y for x, y in zip(some["h2o"][task], some["full"][task])]
+        for task in some["h2o"]
+    }
+    (line,) = [x for x in text.splitlines() if x.startswith("h2o") and "%" in x]
+    difference, paired = over_tasks(pairs)
+    assert f"{mean:.2f} ±{error:.2f}" in line
+    assert f"{difference:.2f} ±{paired:.2f}" in line
+    assert f"{100 * mean / over_tasks(some['full'])[0]:.0f} ±" in text
+    # −log p is twice the line, and the same for both; KiB is the mean line
+    nats = {task: [2 * line for line in LINES[task]] for task in ("a", "b")}
+    assert f"{over_tasks(nats)[0]:.2f} ±{over_tasks(nats)[1]:.2f}" in line
+    assert line.split()[3] == f"{fmean(range(1, 8)):.0f}"
+
+
+def test_without_a_task_that_judges_there_is_no_mean():
+    some = [record for record in records() if record["task"] == "c"]
+    text = question_table.show(frame_of(some))
+    assert "percent" not in text and "mean" not in text.splitlines()[2]
