@@ -25,8 +25,10 @@ Differs from the paper:
 - The budget counts bytes. It includes the scores of all tokens ever seen, 4 bytes each, so a very
   long text finally leaves no room (ValueError).
 - The paper gives no slack; here it is 8.
+- The paper divides the budget among layers by the Fisher information, without a formula (R5). Here
+  all layers have the same budget.
 
-No code was published. Related files: theory/sketch_error.py has the paper's budgets by layer,
+No code was published. Related files: theory/sketch_error.py has the paper's error bounds,
 ours/kv_reviver_shrunk.py has fairer readings of the sketch, and our repair of it.
 """
 
@@ -330,7 +332,6 @@ class KVReviver(Method):
     # how much higher a vague token's score must be to take a slot
     replace_rate: float = 1.1
     seed: int = 0  # of hashes and signs, which differ by layer
-    shares: tuple | None = None  # each layer's share of all layers' budget; None: equal
     watch = ALL
     store = SketchSlots
     kind = Sketch
@@ -346,11 +347,6 @@ class KVReviver(Method):
             raise ValueError(
                 f"vague is {self.vague} and recent {self.recent}; these fractions of the budget "
                 "must be at least 0 and above 0, and their sum below 1"
-            )
-        shares = self.shares
-        if shares and (min(shares) < 0 or not abs(sum(shares) - 1) < 1e-3):
-            raise ValueError(
-                f"shares are {shares!r:.60}; each must be at least 0, and they must add up to 1"
             )
         check_seed(self.seed, 1000)
 
@@ -370,10 +366,7 @@ class KVReviver(Method):
         """Return three numbers of slots: in a row of the sketch, in Recent, in Candidate."""
         # bytes of one key and one value
         vector = 2 * layer.k.shape[-1] * layer.k.element_size()
-        budget = self.budget
-        if self.shares:
-            budget = round(len(self.shares) * budget * self.shares[layer.index])
-        all_bytes = budget * (vector + 4)
+        all_bytes = self.budget * (vector + 4)
         width = 0
         if self.vague:
             width = max(int(self.vague * all_bytes // (self.rows * vector)), 1)
@@ -384,7 +377,7 @@ class KVReviver(Method):
         newest = round(self.recent / (1 - self.vague) * room)
         if not 1 <= newest < room:
             raise ValueError(
-                f"budget {budget} has no room for exact tokens beside {self.rows} rows, "
+                f"budget {self.budget} has no room for exact tokens beside {self.rows} rows, "
                 f"{layer.seen} scores and a slack of {self.slack}; raise it, or lower the others"
             )
         return width, newest, room - newest

@@ -64,7 +64,17 @@ class Scissorhands(Method):
     store = BudgetSlots
 
     def __post_init__(self):
-        check_leaving(self.budget, self.recent, self.at_a_time)
+        recent = self.recent
+        if recent < 0:
+            raise ValueError(f"recent is {recent}; it must be at least 0")
+        if self.at_a_time is not None:
+            whole("at_a_time", self.at_a_time, 1)
+        leave = self.at_a_time or 1
+        check_budget(
+            self.budget,
+            recent + leave,
+            f"the newest {recent} stay and {leave} leave at a time; lower recent or at_a_time",
+        )
         whole("history", self.history, 1, 2**20)  # at most 128 KiB of bits per slot
 
     @property
@@ -99,37 +109,9 @@ class Scissorhands(Method):
     def evict(self, layer: Slots):
         newest = layer.pos >= layer.seen - self.recent
         importance = -layer.slot("count").float()
-        leave = leaving(self.budget, self.recent, self.at_a_time)
+        half = max(1, min(self.budget // 2, self.budget - self.recent))
+        leave = self.at_a_time or half
         layer.shrink(importance.masked_fill(newest, math.inf), self.budget - leave)
-
-
-def check_leaving(
-    budget: int,
-    stay: int,
-    at_a_time: int | None,
-):
-    """Raise ValueError unless `stay` entries can stay while `at_a_time` leave."""
-    if stay < 0:
-        raise ValueError(f"recent is {stay}; it must be at least 0")
-    if at_a_time is not None:
-        whole("at_a_time", at_a_time, 1)
-    leave = at_a_time or 1
-    check_budget(
-        budget,
-        stay + leave,
-        f"the newest {stay} stay and {leave} leave at a time; lower recent or at_a_time",
-    )
-
-
-def leaving(
-    budget: int,
-    stay: int,
-    at_a_time: int | None,
-) -> int:
-    """Return how many entries leave when no slot is free, m."""
-    if at_a_time is not None:
-        return at_a_time
-    return max(1, min(budget // 2, budget - stay))
 
 
 class Bits:

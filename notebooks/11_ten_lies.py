@@ -370,7 +370,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# Read the bars from above. Scissorhands and CaM evict while they read: their peak is what they hold. A full Scissorhands cache takes more than a quarter, since each entry carries a record of 400 steps. All others first fill a whole cache, with some slack because buffers grow ahead. KVzip needs twice the cache, for it appends the reread text before it compresses; with a longer prompt that part stays at 520 tokens.
+# Read the bars from above. Scissorhands evicts while it reads: its peak is what it holds. A full Scissorhands cache takes more than a quarter, since each entry carries a record of 400 steps. All others first fill a whole cache, with some slack because buffers grow ahead. KVzip needs twice the cache, for it appends the reread text before it compresses; with a longer prompt that part stays at 520 tokens. Compactor needs twice the cache, too, for it stores the queries of the whole prompt until it compresses.
 #
 # The table leaves out activations and the short-lived tensors of one layer, such as unpacked keys. On a GPU they count too.
 #

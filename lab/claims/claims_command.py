@@ -92,7 +92,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command_line.model_options(parser, without="only the two decoders that ship")
-    parser.set_defaults(dtype="float32")  # some rules take gradients of the weights
+    parser.set_defaults(dtype="float32")  # as in the stored findings
     parser.add_argument(
         "--claims",
         nargs="+",

@@ -27,7 +27,6 @@ from lab.claims.compared_methods import (
 )
 from lab.claims.scissorhands_measured import FourBits, attention_maps, observed
 from lab.claims.subject import (
-    NOT,
     PART,
     UNFIT,
     Finding,
@@ -43,7 +42,6 @@ from lab.claims.subject import (
 )
 from lab.kept import held
 from lab.replay import feed
-from methods.baselines.cam import CaM
 from methods.baselines.h2o import H2O
 from methods.baselines.quantized import Quantized
 from methods.baselines.snap_kv import SnapKV
@@ -61,7 +59,7 @@ from methods.theory.perturbation import (
     perturbation,
     theta,
 )
-from methods.theory.sketch_error import fisher_shares, printed_bound, relative_error
+from methods.theory.sketch_error import printed_bound, relative_error
 from nanollm.attention import probabilities
 from nanollm.cache import Method, compress, make_cache
 from nanollm.ranking import indices
@@ -331,25 +329,6 @@ def R4(on: Subject) -> Finding:
     return Finding(both(above(mean(more)), above(mean(most))), means(found))
 
 
-def R5(on: Subject) -> Finding:
-    """Measure how layer budgets change the KL: the paper's, and ours, half of them even."""
-    # between the texts that are measured
-    text = text_windows(on.tasks, 2 * on.documents - 1, on.T, on.model)[1:16:2]
-    text = text.to(on.text.tokens.device)
-    alone = fisher_shares(on.model, text)
-    mixed = fisher_shares(on.model, text, even=0.5)
-    fixed = on.kl(ShrunkReviver, shares=mixed) - on.kl(ShrunkReviver)
-    numbers = {
-        "largest two shares": (sum(sorted(alone)[-2:]), 0.0),
-        "change of KL, our fix": mean(fixed),
-    }
-    try:
-        change = mean(on.kl(KVReviver, shares=alone) - on.kl(KVReviver))
-    except ValueError as error:
-        return Finding(NOT, numbers, str(error))
-    return Finding(below(change), numbers | {"change of KL": change})
-
-
 def R6(on: Subject) -> Finding:
     """Measure the squared errors of keys and values revived from a sketch of five tokens a slot."""
     tokens = on.text.tokens
@@ -419,7 +398,7 @@ def R10(on: Subject) -> Finding:
     """Count the needles that each method finds, query-agnostic."""
     paper = on.agnostic(KVReviver)
     full = on.agnostic(Method, None)
-    others = {kind.__name__: on.agnostic(kind) for kind in (H2O, StreamingLLM, CaM)}
+    others = {kind.__name__: on.agnostic(kind) for kind in (H2O, StreamingLLM)}
     found = {"KVReviver": paper} | others
     found["the shrunk sketch"] = on.agnostic(ShrunkReviver)
     found["full cache"] = full
@@ -543,7 +522,6 @@ JUDGED = [
     C1,
     C2,
     R4,
-    R5,
     R6,
     R9,
     R10,

@@ -17,7 +17,6 @@ from lab.claims.subject import HOLDS, LARGE, NOT, OPEN, UNFIT, UNTESTED, Subject
 from lab.loading import load
 from lab.tasks import Tasks
 from methods.baselines.ada_kv import AdaKV
-from methods.baselines.cam import CaM
 from methods.baselines.h2o import H2O
 from methods.baselines.pyramid_kv import PyramidKV
 from methods.baselines.snap_kv import SnapKV
@@ -182,16 +181,6 @@ def shares(more=1.2, most=1.2, few=1.0, many=1.0, often=1.0, seldom=1.0):
     )
 
 
-class SharesChange(Number):
-    """The KL of KVReviver with layer budgets, whatever they are."""
-
-    def __init__(self, change):
-        super().__init__("kl", KVReviver, 1 + change)
-
-    def fits(self, quantity, kind, known):
-        return super().fits(quantity, kind, known) and "shares" in known
-
-
 def reviver(answered, h2o, **when):
     return answers(KVReviver, answered, **when), answers(H2O, h2o, **when)
 
@@ -231,13 +220,12 @@ RULES = {
         [(norms("l1_alone", 0.8), norms("l1", 0.9))],
     ),
     "R4": ([shares()], [shares(more=0.9), shares(most=0.9)]),
-    "R5": ([SharesChange(-0.1)], [SharesChange(0.1)]),
     "R10": (
         [reviver(0.82, 0.1)],
         [
             reviver(0.78, 0.1),
             reviver(0.85, 0.9),
-            (*reviver(0.9, 0.1), answers(CaM, 0.95)),
+            (*reviver(0.9, 0.1), answers(StreamingLLM, 0.95)),
         ],
     ),
     "R11": ([rise(KVReviver, 0.015)], [rise(KVReviver, 0.04)]),

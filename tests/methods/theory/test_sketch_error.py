@@ -1,30 +1,27 @@
-"""Test KVReviver's lemmas and bounds, what a sketch can tell, and budgets by layer."""
+"""Test KVReviver's lemmas and bounds, and what a sketch can tell."""
 
 from functools import cache as once
 from itertools import product
 import math
 
 from hypothesis import strategies as st
-from pytest import approx, mark, raises
+from pytest import approx, mark
 import torch
-import torch.nn.functional as F
 
-from common import TOKENS, decoder, tasks
+from common import tasks
 from exact import F64, check, near, random
 from lab.benchmark import text_windows
 from lab.replay import Recorder, record
-from methods.kv_reviver import KVReviver, Sketch
+from methods.kv_reviver import Sketch
 from methods.ours.kv_reviver_shrunk import MEDIAN, ShrunkSketch, SignedSketch
 from methods.theory.sketch_error import (
     collision_variance,
-    fisher_shares,
     load,
     printed_bound,
     relative_error,
 )
 from nanollm import TINY, checkpoint
 from nanollm.cache import make_cache
-from nanollm.generate import prefill
 
 each_rows = mark.parametrize("rows", MEDIAN)
 
@@ -199,40 +196,3 @@ def test_deleted_estimates_leave_their_errors_to_those_who_stay(
         last[what] = relative_error(values, v[:, :, 100:])
     assert last["estimate"] > 3 * last["true"]
     note(claim, **last)
-
-
-@mark.claim("R5")
-def test_fisher_shares_are_mean_squared_gradients_of_keys_and_values():
-    model, text = decoder(), TOKENS[:, :12]
-    size = model.config
-    expected = torch.zeros(3)
-    for one in text:
-        model.zero_grad()
-        logits = model(one[None, :-1])[0]
-        F.cross_entropy(logits, one[1:], reduction="sum").backward()
-        for layer, block in enumerate(model.blocks):
-            gradient = block.attention.qkv.weight.grad
-            heads = gradient.unflatten(0, (-1, size.head_dim))
-            rows = heads[size.n_heads :]  # as many of keys as of values
-            expected[layer] += rows.square().mean()
-    model.zero_grad()
-
-    alone = fisher_shares(model, text)
-    assert alone == approx((expected / expected.sum()).tolist(), rel=1e-4)
-    mixed = [share / 4 + 0.25 for share in alone]
-    assert fisher_shares(model, text, 0.75) == approx(mixed, rel=1e-5)
-    assert max(alone) > 1.2 * min(alone)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_shares_divide_the_total_budget_among_layers():
-    def entries(**options):
-        """Return how many exact entries each layer has room for."""
-        layers = make_cache(decoder(), KVReviver, vague=0.0, slack=0, **options)
-        prefill(decoder(), TOKENS, layers)
-        return [sum(layer.method.sizes(layer)) for layer in layers]
-
-    each = [entries(budget=budget)[0] for budget in (120, 48, 72)]
-    assert entries(budget=80, shares=(0.5, 0.2, 0.3)) == each
-    with raises(ValueError, match="add up to 1"):
-        entries(budget=80, shares=(0.5, 0.2, 0.2))
