@@ -90,7 +90,8 @@ def main(argv: list[str]):
             said = reply(hf, encoder, asked, context.shape[1], fed, cache)
             place = dict(method=f"kvpress {name}", keep_ratio=ratio, setting="agnostic")
             place |= dict(task=asked.task, line=asked.line, reply=said)
-            records.append(place | dict(score=asked.scored(said)))
+            unknown = dict(surprise=None, kib=None)
+            records.append(place | unknown | dict(score=asked.scored(said)))
         text = json.dumps(dict(settings={}, records=records), indent=0).encode()
         before = command_line.replace(args.json, text, before)
 

@@ -21,47 +21,66 @@ mean       over the tasks of which the full cache answers half or more
 -log p     of the right answer, in nats a token, over the same tasks"""
 FULL = "full", 100.0
 ROW = ["setting", "method", "keep", "task"]
+EACH = ["line", "score", "surprise"]
 
 
 def frame_of(records: list[dict]) -> pd.DataFrame:
     """Return records as a frame. A method without a budget keeps 100 %."""
     frame = pd.DataFrame(records)
-    percent = 100 * frame.pop("keep_ratio").astype(float).fillna(1)
+    share = frame.pop("keep_ratio").astype(float)
+    percent = 100 * share.fillna(1)
     return frame.assign(keep=percent.round(6))
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict]:
     """Return rows for storing: of each method and task, the lists of all its questions."""
-    kib = frame.groupby(ROW, sort=False).kib.mean().round(1)
-    lists = frame.groupby(ROW, sort=False)[["line", "score", "surprise"]].agg(list)
-    return lists.assign(kib=kib).reset_index().to_dict("records")
+    groups = frame.groupby(ROW, sort=False)
+    rows = groups[EACH].agg(list).assign(kib=groups.kib.mean().round(1))
+    return rows.reset_index().to_dict("records")
 
 
 def frame_of_rows(rows: list[dict]) -> pd.DataFrame:
     """Return the frame of stored rows."""
-    return pd.DataFrame(rows).explode(["line", "score", "surprise"], ignore_index=True)
+    return pd.DataFrame(rows).explode(EACH, ignore_index=True)
+
+
+def beside(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
+    """Return our rows at their keep ratios and on their questions, and below them theirs."""
+    names = {name.removeprefix("kvpress ") for name in theirs.method}
+    mine = ours[ours.method.isin(names | {"full"})]
+    mine = mine[mine.line.isin(theirs.line) & mine.keep.isin([*theirs.keep, 100])]
+    return pd.concat((mine[mine.setting.isin(theirs.setting)], theirs))
 
 
 def wide(frame: pd.DataFrame, of: str) -> pd.DataFrame:
     """Return one number of all questions (a row each) and methods at keep ratios (a column)."""
-    order = frame[["method", "keep"]].drop_duplicates().itertuples(index=False)
-    table = frame.pivot(index=["task", "line"], columns=["method", "keep"], values=of)
-    return table[[*map(tuple, order)]].astype(float)
+    order = frame[["method", "keep"]].drop_duplicates()
+    columns = [*order.itertuples(index=False, name=None)]
+    table = frame.pivot(
+        index=["task", "line"],
+        columns=["method", "keep"],
+        values=of,
+    )
+    return table[columns].astype(float)
 
 
 def means(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """Return the means over tasks, which count alike, and their standard errors."""
     tasks = x.groupby("task")
-    error = (tasks.sem() ** 2).sum(skipna=False) ** 0.5 / tasks.ngroups
-    return tasks.mean().mean(), error
+    squares = tasks.sem() ** 2
+    error = squares.sum(skipna=False) ** 0.5
+    return tasks.mean().mean(), error / tasks.ngroups
 
 
 def shares(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """Return the means as shares of the full cache's, and their errors, paired by question."""
-    mean = means(x)[0]
+    mean, _ = means(x)
     share = mean / mean[FULL]
-    expected = pd.DataFrame({key: x[FULL] * share[key] for key in x})
-    return share, means(x - expected)[1] / mean[FULL]
+    expected = {}
+    for key in x:
+        expected[key] = x[FULL] * share[key]
+    _, error = means(x - pd.DataFrame(expected))
+    return share, error / mean[FULL]
 
 
 def judging(x: pd.DataFrame) -> list[str]:
@@ -70,12 +89,7 @@ def judging(x: pd.DataFrame) -> list[str]:
     return [*full[full >= 0.5].index]
 
 
-def texts(mean: pd.Series, error: pd.Series, form: str = ".2f") -> list[str]:
-    """Return means and errors as text; "" if there is no mean."""
-    cells = []
-    for m, e in zip(mean, error):
-        cells.append("" if m != m else f"{m:{form}} ±{e:{form}}")
-    return cells
+# ---- as text ----
 
 
 def show(frame: pd.DataFrame, against: str | None = None) -> str:
@@ -87,61 +101,76 @@ def show(frame: pd.DataFrame, against: str | None = None) -> str:
         n = len(scores)
         parts.append(f"{setting}: {SETTINGS[setting]}; {n} questions")
         if judges:
-            share = pd.Series(
-                texts(*(100 * x for x in shares(scores.loc[judges])), ".0f")
-            )
-            share.index = scores.columns
-            matrix = share.unstack("keep").fillna("")
-            matrix = matrix.reindex(scores.columns.unique("method"))
-            matrix = matrix[sorted(matrix, reverse=True)]
-            parts.append(f"Mean in percent of the full cache's:\n{shown(matrix)}")
+            matrix = shown(percentages(scores.loc[judges]))
+            parts.append(f"Mean in percent of the full cache's:\n{matrix}")
         parts.append(shown(numbers(mine, scores, judges, against)))
-        for task in {*mine.task} - {*judges}:
-            parts.append(
-                f"The full cache answers only {scores.loc[task][FULL].mean():.2f} of {task}: "
-                "with this model it cannot compare methods, and the mean leaves it out."
-            )
+        for task in mine.task.unique():
+            if task not in judges:
+                full = scores.loc[task][FULL].mean()
+                parts.append(
+                    f"The full cache answers only {full:.2f} of {task}: with this model it "
+                    "cannot compare methods, and the mean leaves it out."
+                )
     return "\n\n".join(parts)
 
 
 def percentages(x: pd.DataFrame) -> pd.DataFrame:
     """Return the shares of the full cache's mean in percent, a row a method, a column a ratio."""
     share, error = shares(x)
-    cells = pd.Series(texts(100 * share, 100 * error, ".0f"), x.columns)
-    matrix = cells.unstack("keep").fillna("")
+    cells = texts(100 * share, 100 * error, ".0f")
+    matrix = pd.Series(cells, x.columns).unstack("keep")
     matrix = matrix.reindex(x.columns.unique("method"))
-    return matrix[sorted(matrix, reverse=True)]
+    columns = sorted(matrix, reverse=True)
+    return matrix[columns].fillna("")
 
 
 def numbers(
-    frame: pd.DataFrame, scores: pd.DataFrame, judges: list[str], against: str | None
+    frame: pd.DataFrame,
+    scores: pd.DataFrame,
+    judges: list[str],
+    against: str | None,
 ) -> pd.DataFrame:
     """Return a line for each method at each keep ratio."""
     tasks = [*frame.task.unique()]
     # without the words that all tasks begin with: niah_single_1 → single_1
     n = commonprefix(tasks).rfind("_") + 1 if len(tasks) > 1 else 0
-    kib = frame.groupby(["method", "keep"]).kib.mean()[scores.columns]
-    cells = pd.DataFrame({"KiB": kib.map("{:.0f}".format)}, scores.columns)
+    kib = frame.groupby(["method", "keep"]).kib.mean()
+    cells = pd.DataFrame(index=scores.columns)
+    cells["KiB"] = [f"{kib[key]:.0f}".replace("nan", "") for key in scores]
     for task in tasks:
         cells[task[n:]] = texts(*means(scores.loc[[task]]))
-    if judges:
-        mine = scores.loc[judges]
-        cells["mean"] = texts(*means(mine))
-        cells["- full"] = texts(*means(mine.sub(mine[FULL], axis=0)))
-        if against:
-            same = {key: rival(mine, key, against) for key in mine}
-            cells[f"- {against}"] = texts(*means(mine - pd.DataFrame(same)))
-        surprise = wide(frame, "surprise").loc[judges]
-        cells["-log p"] = texts(*means(surprise))
-        cells["-log p - full"] = texts(*means(surprise.sub(surprise[FULL], axis=0)))
+    if not judges:
+        return cells
+
+    mine = scores.loc[judges]
+    cells["mean"] = texts(*means(mine))
+    cells["- full"] = texts(*means(mine.sub(mine[FULL], axis=0)))
+    if against:
+        same = {key: rival(mine, key, against) for key in mine}
+        cells[f"- {against}"] = texts(*means(mine - pd.DataFrame(same)))
+    surprise = wide(frame, "surprise").loc[judges]
+    cells["-log p"] = texts(*means(surprise))
+    more = surprise.sub(surprise[FULL], axis=0)
+    cells["-log p - full"] = texts(*means(more))
     return cells
 
 
 def rival(x: pd.DataFrame, key: tuple[str, float], against: str) -> pd.Series:
     """Return the other method's numbers at the same keep ratio, or its only ones; else NaN."""
     columns = [other for other in x if other[0] == against]
-    same = [other for other in columns if other[1] == key[1] or len(columns) == 1]
-    return x[same[0]] if same else x[key] * float("nan")
+    for other in columns:
+        if other[1] == key[1] or len(columns) == 1:
+            return x[other]
+    return x[key] * float("nan")
+
+
+def texts(mean: pd.Series, error: pd.Series, form: str = ".2f") -> list[str]:
+    """Return means and errors as text; "" if there is no mean."""
+    cells = []
+    for m, e in zip(mean, error):
+        is_there = m == m
+        cells.append(f"{m:{form}} ±{e:{form}}" if is_there else "")
+    return cells
 
 
 def shown(cells: pd.DataFrame) -> str:
@@ -150,4 +179,5 @@ def shown(cells: pd.DataFrame) -> str:
     def percent(x):
         return f"{x:g} %" if isinstance(x, float) else x
 
-    return cells.rename(index=percent, columns=percent).to_string()
+    cells = cells.rename(index=percent, columns=percent)
+    return cells.rename_axis(index=str, columns=lambda name: None).to_string()

@@ -16,14 +16,13 @@ import shlex
 import subprocess
 import sys
 
-from lab import kernel_bench, plot, speed, table
+from lab import kernel_bench, plot, question_table, speed, table
 from lab.claims import claims_renderer
-from nanollm import SHIPPED
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "lab" / "stored"
 TARGET = ROOT / "RESULTS.md"
-COMPARISON = re.compile(r"python -m nanollm(?! claims)")
+COMPARISON = re.compile(r"python -m nanollm(?! claims| --questions)")
 # by the beginning of any other command: what lays out its rows
 RENDERERS = {
     "python -m nanollm claims": claims_renderer,
@@ -31,8 +30,23 @@ RENDERERS = {
     "python -m lab.speed": speed,
 }
 
+# the methods of the figure of RULER
+DRAWN = (
+    "full",
+    "snap_kv",
+    "ada_kv",
+    "chunk_kv",
+    "compactor",
+    "kvzip",
+    "kvzip_fast",
+    "question_gates",
+    "question_gates@4",
+    "quantized_4",
+    "random",
+)
+
 # sections.md has the words before the tables; SECTIONS: title, command and words by name
-HEAD, *PARTS, FOOT = (ROOT / "lab" / "sections.md").read_text().strip().split("\n\n## ")
+HEAD, *PARTS = (ROOT / "lab" / "sections.md").read_text().strip().split("\n\n## ")
 SECTION = re.compile(r"(\w+) · (.+)\n`(.+)`\n\n((?s:.+))")
 MATCHES = [SECTION.fullmatch(part).groups() for part in PARTS]
 SECTIONS = {name: about for name, *about in MATCHES}
@@ -58,48 +72,73 @@ def run(name: str):
     for i, command in enumerate(commands.split(" && ")):
         part = STORED / f"{name}.{i}.part"
         parts.append(part)
-        words = [*shlex.split(command)[1:], "--json", str(part)]
-        if COMPARISON.match(command):
+        words = shlex.split(command)[1:]
+        if command.startswith("python -m lab.ruler"):  # writes questions, not rows
+            subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+            continue
+        words += ["--json", str(part)]
+        if command.startswith("python -m nanollm") and "claims" not in words:
             words.append("--resume")
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
         new = json.loads(part.read_text())
-        if isinstance(new, dict):
+        if "records" in new:
+            frame = question_table.frame_of(new["records"])
+            new = question_table.rows_of(frame)
+        elif isinstance(new, dict):
             machine = new["machine"]
             new = new["rows"]
         # claims repeats what it stored first
         measured = [row for row in measured if row not in new] + new
         write(name, commands, machine, str(date.today()), measured)
     for part in parts:
-        part.unlink()
+        part.unlink(missing_ok=True)
+    if name == "ruler":
+        draw_ruler()
     if name == "all":
         plot.comparison(rows(name), ROOT / "notebooks" / "compare.png")
 
 
-def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
-    """Store rows as JSON, one per line.
+def draw_ruler():
+    """Draw the figure that README shows: the mean score of the stored rows over the bytes."""
+    frame = question_table.frame_of_rows(rows("ruler"))
+    frame = frame[(frame.setting == "agnostic") & frame.method.isin(DRAWN)]
+    documents = frame.groupby("task").line.nunique().max()
+    title = f"RULER on SmolLM2-135M, 1,024 tokens, {documents} documents a task"
+    plot.questions(frame, ROOT / "notebooks" / "ruler.png", title)
 
-    Those of the comparison lose the numbers of each document, which take megabytes.
-    """
+
+def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
+    """Store rows as JSON, one per line; numbers of single documents have four digits."""
     about = dict(command=command, machine=machine, date=date)
     head = json.dumps(about, indent=1, ensure_ascii=False)
     lines = []
     for row in rows:
         if "keep_ratio" in row:
-            row = {key: x for key, x in row.items() if key not in ("each", "model")}
+            each = row["each"].items()
+            row = row | dict(
+                each={name: [round(x, 4) for x in xs] for name, xs in each}
+            )
+            del row["model"]
         lines.append(json.dumps(row, ensure_ascii=False))
     body = ",\n".join(lines)
     (STORED / f"{name}.json").write_text(f'{head[:-2]},\n "rows": [\n{body}\n]}}\n')
 
 
-def shown(command: str, rows: list[dict]) -> str:
+def shown(command: str, found: list[dict]) -> str:
     """Return the rows of a command as text. SystemExit if RENDERERS lacks the command."""
-    if "keep_ratio" in rows[0]:  # the comparison; the file has all keep ratios
-        quarter = [row for row in rows if row["keep_ratio"] in (None, 0.25)]
+    if "score" in found[0]:
+        frame = question_table.frame_of_rows(found)
+        if "kvpress" in command:
+            ours = question_table.frame_of_rows(rows("ruler"))
+            frame = question_table.beside(ours, frame)
+        return question_table.show(frame)
+    if "keep_ratio" in found[0]:  # the comparison; the file has all keep ratios
+        quarter = [row for row in found if row["keep_ratio"] in (None, 0.25)]
         lines = [table.show(row, short=True) for row in quarter]
         return "\n".join([table.header(quarter[0], short=True), *lines])
     for beginning, renderer in RENDERERS.items():
         if command.startswith(beginning):
-            return renderer.show(rows)
+            return renderer.show(found)
     raise SystemExit(
         f"error: nothing lays out the rows of `{command}`; add its module to RENDERERS"
     )
@@ -119,33 +158,6 @@ def section(name: str) -> str:
     return f"## {title}\n\n{words}\n\n{source}:\n\n```\n{text}\n```"
 
 
-def trained() -> str:
-    """Return a table with a column for each shipped decoder, from the reports of its training."""
-    reports = [folder / "train.json" for folder in SHIPPED.values()]
-    runs = [json.loads(report.read_text()) for report in reports]
-    cells = [
-        ["", *SHIPPED],
-        ["---"] * (1 + len(runs)),
-        ["command", *(f"`{run['command']}`" for run in runs)],
-        ["minutes", *(f"{run['minutes']:.0f}" for run in runs)],
-        ["training tokens", *(f"{run['training_tokens'] / 1e6:.1f} M" for run in runs)],
-        ["parameters", *(f"{run['parameters'] / 1e6:.2f} M" for run in runs)],
-        ["documents a task", *(f"{run['documents_per_figure']}" for run in runs)],
-    ]
-    for task in dict.fromkeys(task for run in runs for task in run["exact_match"]):
-        accuracies = [percent(run["exact_match"].get(task)) for run in runs]
-        cells.append([task.replace("_", " "), *accuracies])
-    bits = [f"{run['bits_per_byte']['model']:.2f}" for run in runs]
-    cells.append(["bits per byte of text", *bits])
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
-
-
-def percent(accuracy: dict | None) -> str:
-    if accuracy is None:
-        return "–"
-    return f"{100 * accuracy['value']:.1f} ± {100 * accuracy['standard_error']:.1f} %"
-
-
 def rendered() -> str:
     """Return the text of RESULTS.md."""
     parts = [
@@ -153,8 +165,6 @@ def rendered() -> str:
         "Columns of the tables of `python -m nanollm`:",
         f"```\n{table.terms()}\n```",
         *map(section, SECTIONS),
-        f"## {FOOT}",
-        trained(),
     ]
     return "\n\n".join(parts) + "\n"
 
