@@ -66,7 +66,7 @@ def cases(
     because they share inputs.
     """
     # here, as Triton runs on Linux only
-    from kernels import decode_attention as decode, pair_attention as pair
+    from kernels import decode_attention as decode
     from kernels import value_norms as norms, window_scores as window
 
     def draw(*shape: int) -> Tensor:
@@ -123,15 +123,6 @@ def cases(
         None,
         half,
         H * G * D * q_by_k,
-    )
-    k2 = draw(B, H, n, D)
-    v2 = draw(B, H, n, D)
-    yield (
-        "tensor_attention",
-        lambda: pair.tensor_attention(q, k, k2, v, v2),
-        None,
-        4 * half,
-        2 * n * q_by_k,
     )
 
 

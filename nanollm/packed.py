@@ -22,7 +22,7 @@ from nanollm.method import NEVER
 from nanollm.ranking import indices, top
 from nanollm.slots import VECTORS, Slots, Stored, all_live
 
-CONSTANT = {"k", "v", "pos", "bias"}  # per-slot tensors that no step changes
+CONSTANT = {"k", "v", "pos"}  # per-slot tensors that no step changes
 
 
 class PackedSlots(Slots):
@@ -182,11 +182,6 @@ class PackedSlots(Slots):
         for k_h, q_one in zip(k, q_h):
             score.append(wide(k_h) @ q_one.mT)
         late = q_h @ wide(new["k"]).mT
-        if "bias" in self.slots:
-            bias = self.old("bias").split(self.sizes)
-            for i, b in enumerate(bias):
-                score[i] = score[i] + b.unsqueeze(1)
-            late = late + new["bias"].unsqueeze(1)
         late = self.without_gaps(late, new["pos"])
 
         # one softmax over both, with the shorter heads padded on the left
