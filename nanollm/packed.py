@@ -22,8 +22,6 @@ from nanollm.method import NEVER
 from nanollm.ranking import indices, top
 from nanollm.slots import VECTORS, Slots, Stored, all_live
 
-CONSTANT = {"k", "v", "pos"}  # per-slot tensors that no step changes
-
 
 class PackedSlots(Slots):
     """Plain slots, packed if eviction leaves heads of unlike length."""
@@ -38,8 +36,8 @@ class PackedSlots(Slots):
 
     @property
     def packs(self) -> bool:
-        """Whether heads differ, and store only tensors that no step changes."""
-        return self.ragged and self.slots.keys() <= CONSTANT
+        """Whether heads differ, and the method stores no numbers, which a step may change."""
+        return self.ragged and not self.method.entry
 
     def pack(self, kept: Tensor):
         """Keep only the slots where kept (B, H, S) is true, stored head after head."""
