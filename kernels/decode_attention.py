@@ -83,28 +83,25 @@ def plain(
     """
     B, H, _, D = q.shape
     y = torch.zeros_like(q)
-    weights, biases = [], []
-    for s in segments:
-        zero = torch.zeros(len(s.k), device=q.device)
-        weights.append(zero)
-        biases.append(zero.clone() if s.bias is None else s.bias)
-
+    weights = [torch.zeros(len(s.k), device=q.device) for s in segments]
     for i in range(B * H):
-        rows = []
+        b, h = divmod(i, H)
+        rows, scores, values = [], [], []
         for s in segments:
             start = int(s.start[i])
-            rows.append(slice(start, start + int(s.count[i])))
-        k = torch.cat([s.k[row] for s, row in zip(segments, rows)]).float()
-        v = torch.cat([s.v[row] for s, row in zip(segments, rows)]).float()
-        bias = torch.cat([x[row] for x, row in zip(biases, rows)])
+            row = slice(start, start + int(s.count[i]))
+            score = q[b, h].float() @ s.k[row].float().T * D**-0.5  # (G, slots)
+            if s.bias is not None:
+                score += s.bias[row]
+            rows.append(row)
+            scores.append(score)
+            values.append(s.v[row].float())
 
-        b, h = divmod(i, H)
-        score = q[b, h].float() @ k.T * D**-0.5 + bias  # (G, slots)
-        hidden = (bias == -torch.inf).all()
-        p = score.softmax(-1).masked_fill(hidden, 0)
-        y[b, h] = p @ v
-
-        parts = p.sum(0).split([row.stop - row.start for row in rows])
+        score = torch.cat(scores, 1)
+        # NaN if all slots are hidden
+        p = score.softmax(-1).masked_fill(score == -torch.inf, 0)
+        y[b, h] = p @ torch.cat(values)
+        parts = p.sum(0).split([len(v) for v in values])
         for weight, row, part in zip(weights, rows, parts):
             weight[row] = part
     return y, weights if sums else []

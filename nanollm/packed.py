@@ -99,17 +99,12 @@ class PackedSlots(Slots):
         name: str,
         x: Tensor,
     ):
-        if not self.packed:
-            return super().put(name, x)
-        shape = self.slot(name).shape
-        if x.shape != shape:
-            raise ValueError(
-                f"{name} {tuple(x.shape)} must be {tuple(shape)}, one for each slot"
-            )
-        old, new = self.split(x)
-        dtype = self.packed[name].dtype
-        self.packed[name] = old[self.filled()].to(dtype)
-        self.new(name).copy_(new)
+        super().put(name, x)
+        if self.packed:  # then `slot` made a copy, and nothing was replaced yet
+            old, new = self.split(x)
+            dtype = self.packed[name].dtype
+            self.packed[name] = old[self.filled()].to(dtype)
+            self.new(name).copy_(new)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Split x (B, H, S, ...) into the packed slots, padded, and those that came later."""

@@ -156,14 +156,3 @@ def bounds(table, theta: Tensor, delta: Tensor) -> dict[str, float]:
         values[f"distance_{name}"] = distance / (delta @ delta)
         values[f"answer_{name}"] = answer / each[-1]
     return {name: x.item() for name, x in values.items()}
-
-
-def token_noise(p: Tensor, q: Tensor, kept: list[int], examples: int) -> Tensor:
-    """Return the noise ξ of keeping the same tokens `kept` of every example.
-
-    ξ is the KL that the lost tokens would have added. The paper gives no formula for ξ_θ(r); here a
-    lost token counts as never seen.
-    """
-    whole = divergence(p, q)
-    lost = whole - divergence(p, q, kept)
-    return examples * lost
