@@ -86,7 +86,9 @@ def plain(
     weights = [torch.zeros(len(s.k), device=q.device) for s in segments]
     for i in range(B * H):
         b, h = divmod(i, H)
-        rows, scores, values = [], [], []
+        rows = []
+        scores = []
+        values = []
         for s in segments:
             start = int(s.start[i])
             row = slice(start, start + int(s.count[i]))

@@ -34,11 +34,6 @@ class PackedSlots(Slots):
         self.sizes: list[int] = []  # the same numbers, read without waiting for a GPU
         self.longest = 0  # the largest count; `length` − `longest` slots came later
 
-    @property
-    def packs(self) -> bool:
-        """Whether heads differ, and the method stores no numbers, which a step may change."""
-        return self.ragged and not self.method.entry
-
     def pack(self, kept: Tensor):
         """Keep only the slots where kept (B, H, S) is true, stored head after head."""
         i = kept.flatten().nonzero().squeeze(1)
@@ -139,7 +134,8 @@ class PackedSlots(Slots):
         count = kept.sum(-1)
         if int(count.min()) < int(count.max()):
             self.ragged = True
-        if self.packs:
+        # a method's own numbers may change at each step
+        if self.ragged and not self.method.entry:
             self.pack(kept)
         else:
             self.keep(indices(kept))
@@ -164,9 +160,7 @@ class PackedSlots(Slots):
         k = self.old("k").split(self.sizes)
         v = self.old("v").split(self.sizes)
         # (B·H, n, ...)
-        new = {}
-        for name in self.slots:
-            new[name] = self.new(name).flatten(0, 1)
+        new = {name: self.new(name).flatten(0, 1) for name in self.slots}
         q_h = wide(q) * D**-0.5
         q_h = q_h.view(B * H, -1, D)  # (B·H, G, D)
 

@@ -198,8 +198,7 @@ class Slots:
         repeated G times.
         """
         # else PyTorch is as fast
-        explicit = self.watch or self.ragged
-        if explicit and q.shape[2] == 1:
+        if (self.watch or self.ragged) and q.shape[2] == 1:
             fast = kernel_for(q, "decode_attention", "attend_one")
             if fast:
                 return fast(self, q, pos)

@@ -110,8 +110,9 @@ def distance_bound(
     """Return the bound ‖θ − θ*‖² ≤ noise / (½ (k−1) min λ_min − (k−1) R) of Eq. 12.
 
     information: I_2 … I_k, (k − 1, P, P). noise: Σ_{j≥2} KL_j, or its bound ε_θ + ξ_θ(r) if the
-    prompt does not rule out θ. remainder: R of the same tokens; Eq. 11 drops it (R = 0), though the
-    terms that it bounds may be negative. The result is inf if there is no bound.
+    prompt does not rule out θ; the paper gives no formula for ξ_θ(r). remainder: R of the same
+    tokens; Eq. 11 drops it (R = 0), though the terms that it bounds may be negative. The result is
+    inf if there is no bound.
     """
     smallest = torch.linalg.eigvalsh(information)[:, 0].min()
     curvature = smallest / 2 - remainder
