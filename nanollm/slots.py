@@ -228,9 +228,8 @@ class Slots:
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return what attention sees: k, v (B, H, S, D), positions (B, H, S), logit bias or None.
 
-        The bias (B, H, S) is added to a slot's attention score, if a slot stands for several
-        tokens. Exact entries have 0. A store that hides slots by changing their positions sets
-        `ragged`.
+        Here there is no bias. A subclass may return one, (B, H, S), to add to the slots' attention
+        scores. A store that hides slots by changing their positions sets `ragged`.
         """
         return self.k, self.v, self.pos, None
 
