@@ -63,22 +63,14 @@ class Segment(NamedTuple):
         if bias is not None:
             padded = F.pad(bias.float(), (0, apart - S))
             bias = padded.flatten()[:rows]
-        start, count = evenly(B * H, apart, S, k.device)
+        start = apart * torch.arange(B * H, device=k.device)
+        count = torch.full((B * H,), S, dtype=torch.int32, device=k.device)
         return cls(flat_k, flat_v, start, count, S, bias)
 
     def by_head(self, x: Tensor, B: int, H: int) -> Tensor:
         """Return x (N,), one number per slot, as (B, H, S); all heads must have S slots."""
         apart = (len(self.k) - self.longest) // max(B * H - 1, 1)
         return x.as_strided((B, H, self.longest), (H * apart, apart, 1))
-
-
-def evenly(
-    heads: int, apart: int, n: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return starts and counts of heads of n slots; their first slots are `apart` rows apart."""
-    start = apart * torch.arange(heads, device=device)
-    count = torch.full((heads,), n, dtype=torch.int32, device=device)
-    return start, count
 
 
 def plain(
@@ -91,43 +83,30 @@ def plain(
     """
     B, H, _, D = q.shape
     y = torch.zeros_like(q)
-    weights, biases = [], []
-    for s in segments:
-        zero = torch.zeros(len(s.k), device=q.device)
-        weights.append(zero)
-        biases.append(zero.clone() if s.bias is None else s.bias)
-
+    weights = [torch.zeros(len(s.k), device=q.device) for s in segments]
     for i in range(B * H):
+        b, h = divmod(i, H)
         rows = []
+        scores = []
+        values = []
         for s in segments:
             start = int(s.start[i])
-            rows.append(slice(start, start + int(s.count[i])))
-        k = torch.cat([s.k[row] for s, row in zip(segments, rows)]).float()
-        v = torch.cat([s.v[row] for s, row in zip(segments, rows)]).float()
-        bias = torch.cat([x[row] for x, row in zip(biases, rows)])
+            row = slice(start, start + int(s.count[i]))
+            score = q[b, h].float() @ s.k[row].float().T * D**-0.5  # (G, slots)
+            if s.bias is not None:
+                score += s.bias[row]
+            rows.append(row)
+            scores.append(score)
+            values.append(s.v[row].float())
 
-        b, h = divmod(i, H)
-        score = q[b, h].float() @ k.T * D**-0.5 + bias  # (G, slots)
-        hidden = (bias == -torch.inf).all()
-        p = score.softmax(-1).masked_fill(hidden, 0)
-        y[b, h] = p @ v
-
-        parts = p.sum(0).split([row.stop - row.start for row in rows])
+        score = torch.cat(scores, 1)
+        # NaN if all slots are hidden
+        p = score.softmax(-1).masked_fill(score == -torch.inf, 0)
+        y[b, h] = p @ torch.cat(values)
+        parts = p.sum(0).split([len(v) for v in values])
         for weight, row, part in zip(weights, rows, parts):
             weight[row] = part
     return y, weights if sums else []
-
-
-@triton.jit
-def add_tile(b_s, b_v, b_m, b_l, b_acc):
-    """Update m, l and acc with a tile of scores times log₂ e (G, slots) and values (slots, D)."""
-    b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-    b_p = tl.exp2(b_s - b_m_new[:, None])
-    b_alpha = tl.exp2(b_m - b_m_new)
-    b_pv = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
-    b_l = b_l * b_alpha + tl.sum(b_p, 1)
-    b_acc = b_acc * b_alpha[:, None] + b_pv
-    return b_m_new, b_l, b_acc
 
 
 @triton.jit(do_not_specialize=["part", "parts"])
@@ -198,7 +177,13 @@ def attend(
                 mask=is_n[None, :] & is_g[:, None],
             )
         b_v = tl.load(p_v + o_nd, mask=is_n[:, None] & is_d, other=0.0)
-        b_m, b_l, b_acc = add_tile(b_s, b_v, b_m, b_l, b_acc)
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_p = tl.exp2(b_s - b_m_new[:, None])
+        b_alpha = tl.exp2(b_m - b_m_new)
+        b_pv = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_acc = b_acc * b_alpha[:, None] + b_pv
+        b_m = b_m_new
 
     o = (i_head * parts + part + i_share) * G + o_g
     tl.store(p_m + o, b_m, mask=is_g)
@@ -304,92 +289,6 @@ def check(q: Tensor, segments: list[Segment]):
             )
 
 
-def partials(q: Tensor, parts: int) -> dict:
-    """Allocate m and l (B·H, parts, G) and acc (B·H, parts, G, D) for queries q (B, H, G, D)."""
-    B, H, G, D = q.shape
-    m, total = q.new_empty(2, B * H, parts, G, dtype=torch.float32)
-    acc = q.new_empty(B * H, parts, G, D, dtype=torch.float32)
-    return dict(p_m=m, p_l=total, p_acc=acc, parts=parts)
-
-
-def launch_attend(
-    q: Tensor,
-    s: Segment,
-    score: Tensor | None,
-    buffers: dict,
-    share: int,
-    programs: int,
-    part: int,
-    block: int,
-):
-    """Launch `attend` on one segment: `programs` programs per head with `share` slots each.
-
-    Their results are stored from number `part` on. If `score` (N, G) is given, the scores are
-    written there.
-    """
-    attend[len(s.start), programs](
-        p_q=q,
-        p_k=s.k,
-        p_v=s.v,
-        p_bias=s.bias,
-        p_start=s.start,
-        p_count=s.count,
-        p_score=score,
-        **buffers,
-        scale=q.shape[3] ** -0.5,
-        share=share,
-        part=part,
-        **tile(q),
-        BLOCK_N=block,
-        BIASED=s.bias is not None,
-        SCORES=score is not None,
-        num_warps=4,
-        num_stages=2,
-    )
-
-
-def tile(q: Tensor) -> dict:
-    """Return the sizes of a tile: G, D and the blocks that hold them."""
-    G, D = q.shape[2:]
-    return dict(G=G, D=D, BLOCK_G=block_of(G), BLOCK_D=block_of(D))
-
-
-def added_up(q: Tensor, buffers: dict, scored=()) -> tuple[Tensor, list[Tensor]]:
-    """Combine all parts into y (B, H, G, D); return it and each scored segment's weights.
-
-    The weights are (N,), a number per slot. scored: tuples (segment, (share, programs), scores
-    (N, G)).
-    """
-    B, H, G, D = q.shape
-    y = torch.empty_like(q)
-    lse = q.new_empty(B * H, G, dtype=torch.float32)
-    add_up[B * H, G](
-        **buffers,
-        p_y=y,
-        p_lse=lse,
-        G=G,
-        D=D,
-        BLOCK_D=block_of(D),
-        BLOCK_P=32,
-    )
-    weights = []
-    for s, (share, programs), score in scored:
-        sums = torch.zeros(len(score), device=q.device)
-        weights.append(sums)
-        column_sums[B * H, programs](
-            p_score=score,
-            p_lse=lse,
-            p_start=s.start,
-            p_count=s.count,
-            p_sums=sums,
-            share=share,
-            G=G,
-            BLOCK_G=triton.next_power_of_2(G),
-            BLOCK_N=256,
-        )
-    return y, weights
-
-
 @launcher
 def decode_attention(
     q: Tensor, segments: list[Segment], sums: bool = False, block: int = 64
@@ -400,19 +299,66 @@ def decode_attention(
     """
     q = q.contiguous()
     check(q, segments)
-    B, H, G, _ = q.shape
-    splits = [split(s.longest, block, B * H, q.device) for s in segments]
-    buffers = partials(q, sum(programs for _, programs in splits))
-    scores = [None] * len(segments)
-    if sums:
-        scores = [q.new_empty(len(s.k), G, dtype=torch.float32) for s in segments]
+    B, H, G, D = q.shape
+    heads = B * H
+    splits = [split(s.longest, block, heads, q.device) for s in segments]
+    parts = sum(programs for _, programs in splits)
+    # the results of `attend`
+    m, total = q.new_empty(2, heads, parts, G, dtype=torch.float32)
+    acc = q.new_empty(heads, parts, G, D, dtype=torch.float32)
+    shared = dict(p_m=m, p_l=total, p_acc=acc, parts=parts)
+    shared |= dict(G=G, D=D, BLOCK_D=block_of(D))
 
+    scores = []
     part = 0
-    for s, (share, programs), score in zip(segments, splits, scores):
-        launch_attend(q, s, score, buffers, share, programs, part, block)
+    for s, (share, programs) in zip(segments, splits):
+        score = None
+        if sums:
+            score = q.new_empty(len(s.k), G, dtype=torch.float32)
+        scores.append(score)
+        attend[heads, programs](
+            p_q=q,
+            p_k=s.k,
+            p_v=s.v,
+            p_bias=s.bias,
+            p_start=s.start,
+            p_count=s.count,
+            p_score=score,
+            **shared,
+            scale=D**-0.5,
+            share=share,
+            part=part,
+            BLOCK_G=block_of(G),
+            BLOCK_N=block,
+            BIASED=s.bias is not None,
+            SCORES=sums,
+            num_warps=4,
+            num_stages=2,
+        )
         part += programs
-    scored = zip(segments, splits, scores)
-    return added_up(q, buffers, scored if sums else ())
+
+    y = torch.empty_like(q)
+    lse = q.new_empty(heads, G, dtype=torch.float32)
+    add_up[heads, G](**shared, p_y=y, p_lse=lse, BLOCK_P=32)
+    if not sums:
+        return y, []
+
+    weights = []
+    for s, (share, programs), score in zip(segments, splits, scores):
+        weight = torch.zeros(len(score), device=q.device)
+        weights.append(weight)
+        column_sums[heads, programs](
+            p_score=score,
+            p_lse=lse,
+            p_start=s.start,
+            p_count=s.count,
+            p_sums=weight,
+            share=share,
+            G=G,
+            BLOCK_G=triton.next_power_of_2(G),
+            BLOCK_N=256,
+        )
+    return y, weights
 
 
 def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -445,10 +391,8 @@ def attend_packed(cache, q: Tensor) -> Tensor:
         counts.cumsum(0) - counts,
         counts.int(),
         cache.longest,
-        cache.packed.get("bias"),
     )
-    names = [name for name in ("k", "v", "bias") if name in cache.slots]
-    new = Segment.of(*(cache.new(name) for name in names))
+    new = Segment.of(cache.new("k"), cache.new("v"))
     B, H = cache.counts.shape
     y, _ = decode_attention(q.view(B, H, -1, q.shape[3]), [old, new])
     return y.view_as(q)

@@ -51,26 +51,22 @@ from nanollm.model import Config, Decoder
 WIDTHS = [23, 7, 6, 9, 9, 8, 9, 7]
 
 
-def cases(
-    B: int,
-    n: int,
-    H: int = 8,
-    G: int = 4,
-    D: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str = "cuda",
-) -> Iterator[tuple]:
+def cases(B: int, n: int) -> Iterator[tuple]:
     """Yield (name, kernel, sdpa, bytes, operations) for B sequences of n tokens.
 
     kernel and sdpa are functions to time; sdpa may be None. Run each before taking the next,
     because they share inputs.
     """
     # here, as Triton runs on Linux only
-    from kernels import decode_attention as decode, pair_attention as pair
+    from kernels import decode_attention as decode
     from kernels import value_norms as norms, window_scores as window
 
+    H = 8
+    G = 4
+    D = 128
+
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, device=device)
+        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
 
     q = draw(B, H, G, D)
     k = draw(B, H, n, D)
@@ -93,11 +89,11 @@ def cases(
         2 * q_by_k,
     )
 
-    count = torch.linspace(0.2 * n, 1.8 * n, B * H, device=device).int()
+    count = torch.linspace(0.2 * n, 1.8 * n, B * H, device="cuda").int()
     longest = int(count.max())
     padded_k = draw(B, H, longest, D)
     padded_v = draw(B, H, longest, D)
-    used = torch.arange(longest, device=device) < count.view(B, H, 1)
+    used = torch.arange(longest, device="cuda") < count.view(B, H, 1)
     start = count.cumsum(0) - count
     ragged = decode.Segment(padded_k[used], padded_v[used], start, count, longest)
     yield (
@@ -123,15 +119,6 @@ def cases(
         None,
         half,
         H * G * D * q_by_k,
-    )
-    k2 = draw(B, H, n, D)
-    v2 = draw(B, H, n, D)
-    yield (
-        "tensor_attention",
-        lambda: pair.tensor_attention(q, k, k2, v, v2),
-        None,
-        4 * half,
-        2 * n * q_by_k,
     )
 
 
@@ -168,12 +155,12 @@ def speeds() -> tuple[float, float]:
     return 1e3 * get_dram_gbps(), 2 * len(x) ** 3 / microseconds(lambda: x @ x)
 
 
-def measured(lengths: list[int], batches: list[int], **shape) -> Iterator[dict]:
-    """Yield a row for each size and kernel: times in µs, and ratios. shape: options of `cases`."""
+def measured(lengths: list[int], batches: list[int]) -> Iterator[dict]:
+    """Yield a row for each size and kernel: times in µs, and ratios."""
     bytes_per_us, operations_per_us = speeds()
     for n in lengths:
         for B in batches:
-            for name, run, peer, moved, operations in cases(B, n, **shape):
+            for name, run, peer, moved, operations in cases(B, n):
                 kernel = microseconds(run)
                 other = peer and sdpa(peer)
                 bound = max(moved / bytes_per_us, operations / operations_per_us)

@@ -202,8 +202,6 @@ class ChunkKV(SnapKV):
         tokens: Tensor,
         layers: list[Slots],
     ):
-        if self.reuse == 1:
-            return super().compress(model, tokens, layers)
         for i in range(0, len(layers), self.reuse):
             lowest, *others = layers[i : i + self.reuse]
             if lowest.seen > self.budget:

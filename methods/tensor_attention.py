@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from nanollm.attention import wide
 from nanollm.cache import Slots
-from nanollm.kernel_switch import kernel_for
 from nanollm.model import Attention, Config, Decoder
 from nanollm.slots import Stored
 
@@ -129,10 +128,6 @@ class FactoredFourCache(FourCache):
         v1: Tensor,
         v2: Tensor,
     ) -> Tensor:
-        fast = kernel_for(q, "pair_attention", "tensor_attention")
-        if fast:
-            return fast(q, k1, k2, v1, v2, scale=1.0)
-
         # online softmax over tiles of rows a (Milakov and Gimelshein, arXiv 1805.02867)
         dtype = q.dtype
         q, k1, k2, v1, v2 = map(wide, (q, k1, k2, v1, v2))

@@ -22,8 +22,6 @@ from nanollm.method import NEVER
 from nanollm.ranking import indices, top
 from nanollm.slots import VECTORS, Slots, Stored, all_live
 
-CONSTANT = {"k", "v", "pos", "bias"}  # per-slot tensors that no step changes
-
 
 class PackedSlots(Slots):
     """Plain slots, packed if eviction leaves heads of unlike length."""
@@ -35,11 +33,6 @@ class PackedSlots(Slots):
         self.counts = None  # (B, H): how many slots each head has in `packed`
         self.sizes: list[int] = []  # the same numbers, read without waiting for a GPU
         self.longest = 0  # the largest count; `length` − `longest` slots came later
-
-    @property
-    def packs(self) -> bool:
-        """Whether heads differ, and store only tensors that no step changes."""
-        return self.ragged and self.slots.keys() <= CONSTANT
 
     def pack(self, kept: Tensor):
         """Keep only the slots where kept (B, H, S) is true, stored head after head."""
@@ -101,17 +94,12 @@ class PackedSlots(Slots):
         name: str,
         x: Tensor,
     ):
-        if not self.packed:
-            return super().put(name, x)
-        shape = self.slot(name).shape
-        if x.shape != shape:
-            raise ValueError(
-                f"{name} {tuple(x.shape)} must be {tuple(shape)}, one for each slot"
-            )
-        old, new = self.split(x)
-        dtype = self.packed[name].dtype
-        self.packed[name] = old[self.filled()].to(dtype)
-        self.new(name).copy_(new)
+        super().put(name, x)
+        if self.packed:  # then `slot` made a copy, and nothing was replaced yet
+            old, new = self.split(x)
+            dtype = self.packed[name].dtype
+            self.packed[name] = old[self.filled()].to(dtype)
+            self.new(name).copy_(new)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Split x (B, H, S, ...) into the packed slots, padded, and those that came later."""
@@ -146,7 +134,8 @@ class PackedSlots(Slots):
         count = kept.sum(-1)
         if int(count.min()) < int(count.max()):
             self.ragged = True
-        if self.packs:
+        # a method's own numbers may change at each step
+        if self.ragged and not self.method.entry:
             self.pack(kept)
         else:
             self.keep(indices(kept))
@@ -171,9 +160,7 @@ class PackedSlots(Slots):
         k = self.old("k").split(self.sizes)
         v = self.old("v").split(self.sizes)
         # (B·H, n, ...)
-        new = {}
-        for name in self.slots:
-            new[name] = self.new(name).flatten(0, 1)
+        new = {name: self.new(name).flatten(0, 1) for name in self.slots}
         q_h = wide(q) * D**-0.5
         q_h = q_h.view(B * H, -1, D)  # (B·H, G, D)
 
@@ -182,11 +169,6 @@ class PackedSlots(Slots):
         for k_h, q_one in zip(k, q_h):
             score.append(wide(k_h) @ q_one.mT)
         late = q_h @ wide(new["k"]).mT
-        if "bias" in self.slots:
-            bias = self.old("bias").split(self.sizes)
-            for i, b in enumerate(bias):
-                score[i] = score[i] + b.unsqueeze(1)
-            late = late + new["bias"].unsqueeze(1)
         late = self.without_gaps(late, new["pos"])
 
         # one softmax over both, with the shorter heads padded on the left

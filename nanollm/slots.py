@@ -198,8 +198,7 @@ class Slots:
         repeated G times.
         """
         # else PyTorch is as fast
-        explicit = self.watch or self.ragged or "bias" in self.slots
-        if explicit and q.shape[2] == 1:
+        if (self.watch or self.ragged) and q.shape[2] == 1:
             fast = kernel_for(q, "decode_attention", "attend_one")
             if fast:
                 return fast(self, q, pos)
@@ -229,14 +228,10 @@ class Slots:
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return what attention sees: k, v (B, H, S, D), positions (B, H, S), logit bias or None.
 
-        The bias (B, H, S) is added to a slot's attention score, if a slot stands for several
-        tokens. Exact entries have 0. A store that hides slots by changing their positions sets
-        `ragged`.
+        Here there is no bias. A subclass may return one, (B, H, S), to add to the slots' attention
+        scores. A store that hides slots by changing their positions sets `ragged`.
         """
-        bias = None
-        if "bias" in self.slots:
-            bias = self.slot("bias")
-        return self.k, self.v, self.pos, bias
+        return self.k, self.v, self.pos, None
 
     # ---- writing -------------------------------------------------------------------------------
 
@@ -271,11 +266,6 @@ class Slots:
                 kind, numbers = kind
                 shape.append(numbers)
             self.slots[name] = k.new_zeros(shape, dtype=kind)
-
-    def add_bias(self):
-        """Start a logit bias of 0 for each slot; `put` changes it."""
-        pos = self.slots["pos"]
-        self.slots["bias"] = torch.zeros_like(pos, dtype=torch.float32)
 
     def reserve(self, n: int):
         """Grow the buffers to n slots. Nothing is copied again until the n slots are full."""

@@ -92,12 +92,8 @@ class Window:
         """Return how many entries before the window a head may keep."""
         return self.method.budget - self.w
 
-    def rows(self) -> Tensor:
-        """Return the probabilities (B, H, G, queries, S) that the queries gave to all keys."""
-        return window_rows(self.q, self.k, self.empty)
-
     def scores(self) -> Tensor:
-        """Return window scores (B, H, G, n), the mean of `rows` over the queries."""
+        """Return window scores (B, H, G, n), the mean of `window_rows` over the queries."""
         return window_scores(self.q, self.k, self.empty)
 
     def pool(self, score: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 #
 # **Question.** A quarter of the cache should take a quarter of the time. Why does it not in PyTorch, and what does a kernel change?
 #
-# To decode one token, attention reads every cached key and value once. PyTorch loses much of what compression saves: it wants heads of unlike length padded (AdaKV), and writes out weights of which only sums are needed (H2O). A *kernel* is a program that does one job on the GPU without such detours. `kernels/` has kernels for four jobs, in [Triton](https://triton-lang.org). This notebook writes one from the loop up.
+# To decode one token, attention reads every cached key and value once. PyTorch loses much of what compression saves: it wants heads of unlike length padded (AdaKV), and writes out weights of which only sums are needed (H2O). A *kernel* is a program that does one job on the GPU without such detours. `kernels/` has kernels for three jobs, in [Triton](https://triton-lang.org). This notebook writes one from the loop up.
 #
-# Everything runs on a CPU: Triton's interpreter executes kernels with NumPy. It tells right from wrong in 32 bits and in float16, but not fast from slow; section 8 has times of a GPU.
+# Everything runs on a CPU: Triton's interpreter executes kernels with NumPy. It tells right from wrong in 32 bits and in float16, but not fast from slow; section 7 has times of a GPU.
 #
 # **Read before:** notebook 00; nothing about GPUs. **Code beside it:** `kernels/decode_attention.py`. **Time:** half an hour to read, a minute to run.
 
@@ -127,7 +127,7 @@ def run(k, v, n, share=256):
 print(f"Triton, {-(-n // 256)} programs: off by {(run(k, v, n) - expected).abs().max():.1e}")
 
 # %% [markdown]
-# `kernels/decode_attention.py` adds four things. All query heads of a group are rows of one tile, so a key is read once for the group and the tensor cores multiply (`tl.dot`). Each head has its own start and length. Slots may have a bias. The sums of the weights can be kept.
+# `kernels/decode_attention.py` adds four things. All query heads of a group are rows of one tile, so a key is read once for the group and the tensor cores multiply (`tl.dot`). Each head has its own start and length. A bias may be added to a slot's score, and −∞ hides the slot. The sums of the weights can be kept.
 #
 # How do you know that the kernel is right? Its output is full of NaN before it runs, so anything left out shows. The memory around the slots is NaN as well, so a mask that is off by one shows too. `tests/kernels` does both, at lengths such as 1, 17 and 33.
 
@@ -212,20 +212,9 @@ for tokens in (1024, 4096, 16384):
 
 # %% [markdown]
 # This needs no kernel. `kv_reviver_shrunk`, which has one row, does so on every machine. The printed method has three rows.
-#
-# ## 7. Pairs
-#
-# Tensor attention attends to all $n^2$ pairs of tokens, with the score $\sum_j q_j k_{1,a,j} k_{2,b,j}$. For one row $a$ this is ordinary attention with the query $q \circ k_{1,a}$. So $n$ rows are $n$ queries of PyTorch's attention. The rows are then weighed by the logarithms of their totals. `kernels/pair_attention.py` does that last step in the registers.
-
-# %%
-k1, k2, v1, v2 = torch.randn(4, 200, D)
-score = (k1 * q) @ k2.T / math.sqrt(D)                                                # (a, b)
-every_pair = torch.einsum("ab,aj,bj->j", score.flatten().softmax(0).view(200, 200), v1, v2)
-rows = F.scaled_dot_product_attention(k1 * q, k2, v2)                                 # n queries
-print(f"off by {(score.logsumexp(1).softmax(0) @ (v1 * rows) - every_pair).abs().max():.1e}")
 
 # %% [markdown]
-# ## 8. The best that a GPU can do
+# ## 7. The best that a GPU can do
 #
 # A kernel must move its inputs and outputs through memory once, and do its multiplications. An H100 moves 3.35 TB a second, and its tensor cores do 989 · 10¹² operations in 16 bits. The slower of the two decides. The cell counts both for one token in one key/value head of an 8-billion Llama: 4 query heads a group, head dim 128, 16 bits, 32 queries in the observation window.
 
@@ -233,8 +222,7 @@ print(f"off by {(score.logsumexp(1).softmax(0) @ (v1 * rows) - every_pair).abs()
 G, d, w, width, n = 4, 128, 32, 4096, 16_384  # group, head dim, window, d_model, tokens
 jobs = {"decode_attention": (4 * G * d, 4 * d),  # operations; bytes of a key and a value
         "window_scores": (4 * G * w * d, 4 * d + 4 * G),  # the key twice, a score per query head
-        "value_norms": (2 * G * d * width, 2 * d + 4 * G),  # a value; a norm per query head
-        "tensor_attention": (4 * G * d * n, 8 * d)}  # two keys, two values; n pairs per query head
+        "value_norms": (2 * G * d * width, 2 * d + 4 * G)}  # a value; a norm per query head
 moves, works = 3.35e12, 989e12  # bytes and operations a second, from the data sheet
 print(f"memory and tensor cores are equally slow at {works / moves:.0f} operations a byte")
 for name, (operations, size) in jobs.items():
@@ -249,7 +237,7 @@ figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
 roof = lambda x: min(moves * x, works) / 1e12  # TFLOP/s at x operations a byte
 ends = 1, works / moves, 1e5
 axis.plot(ends, [roof(x) for x in ends], "k-", linewidth=1)
-for (name, (operations, size)), marker in zip(jobs.items(), "osD^"):
+for (name, (operations, size)), marker in zip(jobs.items(), "osD"):
     x, reached = operations / size, 8 * 8 * n * operations / took[name] / 1e6  # 8 prompts, 8 heads
     axis.plot(x, roof(x), marker, color="C0", markersize=9, markerfacecolor="none")
     share = f"{name}: {reached / roof(x):.0%} of the bound"
@@ -262,7 +250,7 @@ axis.legend(fontsize=8, loc="lower right");
 # %% [markdown]
 # The line and the hollow marks are the bound; the filled marks are what the kernels reached on an H100, with 8 prompts of 16,384 tokens (`python -m lab.kernel_bench`). A large matrix product reaches 75 % of the flat roof there.
 #
-# On the slope, only fewer bytes help: decoding and window scores are there. Value norms and pairs are under the flat roof: only fewer multiplications help.
+# On the slope, only fewer bytes help: decoding and window scores are there. Value norms are under the flat roof: only fewer multiplications help.
 #
 # A fast kernel does not make a fast decoder. On that H100 a step over all of 32,768 tokens takes 14 ms (RESULTS.md, `decoding`). Over a quarter of them a step of AdaKV's takes 52 ms with plain code and 50 ms with kernels. Python launches some twenty small kernels a layer, one after the other, and that takes longer than reading the cache. Compression saves bytes there, and costs time.
 #

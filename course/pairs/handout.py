@@ -110,8 +110,6 @@ check("new")
 #
 # Example: two rows, a row per tile; the first row's scores are 0 0, the second's 1000 1000. After row one: largest 0, sum 2. Row two multiplies this by exp(−1000) = 0 and adds 2.
 #
-# Leave the import of `kernel_for`; it is for a GPU.
-#
 # <details><summary>Hint</summary>Begin with one tile of all rows: score = (K₁ ∘ q) K₂ᵀ for each query. Pass the tests that do not measure memory, then split.</details>
 
 # %%

@@ -110,8 +110,9 @@ def distance_bound(
     """Return the bound ‖θ − θ*‖² ≤ noise / (½ (k−1) min λ_min − (k−1) R) of Eq. 12.
 
     information: I_2 … I_k, (k − 1, P, P). noise: Σ_{j≥2} KL_j, or its bound ε_θ + ξ_θ(r) if the
-    prompt does not rule out θ. remainder: R of the same tokens; Eq. 11 drops it (R = 0), though the
-    terms that it bounds may be negative. The result is inf if there is no bound.
+    prompt does not rule out θ; the paper gives no formula for ξ_θ(r). remainder: R of the same
+    tokens; Eq. 11 drops it (R = 0), though the terms that it bounds may be negative. The result is
+    inf if there is no bound.
     """
     smallest = torch.linalg.eigvalsh(information)[:, 0].min()
     curvature = smallest / 2 - remainder
@@ -156,14 +157,3 @@ def bounds(table, theta: Tensor, delta: Tensor) -> dict[str, float]:
         values[f"distance_{name}"] = distance / (delta @ delta)
         values[f"answer_{name}"] = answer / each[-1]
     return {name: x.item() for name, x in values.items()}
-
-
-def token_noise(p: Tensor, q: Tensor, kept: list[int], examples: int) -> Tensor:
-    """Return the noise ξ of keeping the same tokens `kept` of every example.
-
-    ξ is the KL that the lost tokens would have added. The paper gives no formula for ξ_θ(r); here a
-    lost token counts as never seen.
-    """
-    whole = divergence(p, q)
-    lost = whole - divergence(p, q, kept)
-    return examples * lost

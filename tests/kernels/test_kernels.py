@@ -15,7 +15,6 @@ from methods.baselines.ada_kv import AdaKV
 from methods.critical_kv import Critical
 from methods.baselines.h2o import H2O
 from methods.scissorhands import Scissorhands
-from methods.tensor_attention import FactoredFourCache
 from methods.baselines.rounded import RoundedSlots
 from nanollm import kernel_switch
 from nanollm.cache import ALL, Method, PackedSlots
@@ -29,11 +28,8 @@ ROOT = Path(__file__).parents[2]
 class BiasedSlots(PackedSlots):
     """Slots with a bias of each key's first number."""
 
-    def write(self, k, v, pos):
-        super().write(k, v, pos)
-        if "bias" not in self.slots:
-            self.add_bias()
-        self.put("bias", self.k[..., 0].float())
+    def read(self):
+        return self.k, self.v, self.pos, self.k[..., 0].float()
 
 
 class Uneven(Method):
@@ -59,10 +55,6 @@ class InFewBits(AdaKV):
     store = partial(RoundedSlots, bits=8)
 
 
-class Pairs(Method):
-    store = FactoredFourCache
-
-
 ONE, PACKED = "decode_attention.attend_one", "decode_attention.attend_packed"
 WINDOW = dict(budget=16, window_size=8)
 CASES = {
@@ -77,28 +69,24 @@ CASES = {
     "h2o": (H2O, dict(budget=16), {ONE}),
     "uneven": (Uneven, {}, {ONE}),
     "scissorhands": (Scissorhands, dict(budget=16, recent=4, history=20), {ONE}),
-    "pairs": (Pairs, {}, {"pair_attention.tensor_attention"}),
 }
 
 
 def walk(case: str):
     """Return the output of a prompt and of some later tokens, and the cache."""
     Kind, options, _ = CASES[case]
-    n, width = T, D
-    if case == "pairs":
-        n, width = 3, 2 * D  # one program for each query there
     g = torch.Generator().manual_seed(0)
-    q = 2 * torch.randn(B, H * G, n + LATER, D, generator=g)
-    k, v = torch.randn(2, B, H, n + LATER, width, generator=g)
+    q = 2 * torch.randn(B, H * G, T + LATER, D, generator=g)
+    k, v = torch.randn(2, B, H, T + LATER, D, generator=g)
     w_o = torch.randn(24, H * G, D, generator=g)
     q, k, v, w_o = (x.to(DEVICE, torch.float16) for x in (q, k, v, w_o))
 
     cache = alone(Kind(**options), w_o=w_o)
     outputs = []
-    for pos in torch.arange(n + LATER, device=DEVICE).split([n] + LATER * [1]):
+    for pos in torch.arange(T + LATER, device=DEVICE).split([T] + LATER * [1]):
         part = (x[:, :, pos] for x in (q, k, v))
         outputs.append(cache.attend(*part, pos[None]))
-        if len(pos) == n:
+        if len(pos) == T:
             end(cache)
     return torch.cat(outputs, 2), cache
 

@@ -123,23 +123,16 @@ class Entries(NamedTuple):
     pos: Tensor  # (B, H, S)
     k: Tensor  # (B, H, S, D)
     v: Tensor
-    bias: Tensor  # (B, H, S)
 
     @property
     def there(self) -> Tensor:
         return self.pos != NEVER
 
 
-def entries(
-    k,
-    v,
-    pos,
-    bias=None,
-) -> Entries:
+def entries(k, v, pos) -> Entries:
     pos, i = pos.expand(k.shape[:3]).sort(-1)
-    bias = torch.zeros(pos.shape) if bias is None else bias.gather(2, i)
     rows = i[..., None].expand(k.shape)
-    return Entries(pos, k.gather(2, rows), v.gather(2, rows), bias)
+    return Entries(pos, k.gather(2, rows), v.gather(2, rows))
 
 
 def held(caches) -> list[Entries]:
@@ -147,7 +140,7 @@ def held(caches) -> list[Entries]:
     nothing = torch.zeros(B, H, 0, D)
     if not caches[0].seen:
         return [entries(nothing, nothing, torch.zeros(B, H, 0)) for _ in caches]
-    return [entries(*layer.read()) for layer in caches]
+    return [entries(*layer.read()[:3]) for layer in caches]
 
 
 class Step(NamedTuple):
@@ -231,9 +224,9 @@ def check_output(layer, part, y, shown):
     q, k, v = (x[:, :, part] for x in text()[layer])
     pos = torch.arange(part.start, part.stop)
     both = zip(shown, entries(k, v, pos))
-    slot_pos, keys, values, bias = (torch.cat(pair, 2) for pair in both)
+    slot_pos, keys, values = (torch.cat(pair, 2) for pair in both)
     visible = slot_pos[:, :, None] <= pos[:, None]
-    expected = dense(q, keys, values, visible, bias[:, :, None])
+    expected = dense(q, keys, values, visible)
     assert torch.allclose(y, expected, atol=1e-5), (layer, part)
 
 
@@ -396,7 +389,7 @@ def bytes_of(
     In few bits an entry's k and v take `bits` a number, and its value's range takes 4 bytes. Each
     channel of a head's keys has a range, too. Packed heads have a table of their lengths.
     """
-    own = 4 * len(layer.method.entry) + 4 * ("bias" in layer.slots)
+    own = 4 * len(layer.method.entry)
     old = kept.there & (kept.pos < PROMPT) if bits else kept.there & False
     rounded = int(old.sum())
     exact = int(kept.there.sum()) - rounded

@@ -12,20 +12,17 @@ from stores import SLOT, draw, fill, positions
 from windows import uneven
 
 TABLE = 4 * 8  # how many slots each of four heads has
-EACH = SLOT + 4  # bytes of a slot with a bias
 # slots that heads keep; −1: no slot. Head 3 keeps nothing
 KEPT = torch.tensor([[[1, 4, 8], [-1, -1, 2]], [[-1, 5, 6], [-1, -1, -1]]])
 
 
 def padded_and_packed(watch=0):
-    """Return the same biased slots padded and packed; heads keep 3, 1, 2 and no token."""
+    """Return the same slots padded and packed; heads keep 3, 1, 2 and no token."""
     method = Method()
     method.watch = watch
     both = Slots(method), PackedSlots(method)
     for layer in both:
         fill(layer, 9)
-        layer.add_bias()
-        layer.put("bias", layer.pos / 7)
     both[0].keep(KEPT)
     there = torch.zeros(2, 2, 10).scatter(2, KEPT % 10, 1)
     there = there[..., :9].bool()
@@ -46,8 +43,8 @@ def check_same(padded, packed):
 def test_packed_heads_are_those_of_the_padded_store(watch):
     """Slots, outputs, weights and bytes, when one token comes and when several do."""
     padded, packed = padded_and_packed(watch)
-    assert padded.bytes() == (6 * EACH, 12 * EACH)
-    assert packed.bytes() == (6 * EACH + TABLE,) * 2
+    assert padded.bytes() == (6 * SLOT, 12 * SLOT)
+    assert packed.bytes() == (6 * SLOT + TABLE,) * 2
     for T in (1, 3, 1, 20):
         before = deepcopy(packed)
         q, k, v = draw(T, seed=T)
@@ -55,9 +52,7 @@ def test_packed_heads_are_those_of_the_padded_store(watch):
         found = []
         for layer in (padded, packed):
             layer.write(k, v, pos[None])
-            bias = layer.slot("bias").clone()
-            bias[..., -T:] = 0.5
-            layer.put("bias", bias)
+            layer.put("v", layer.v / 2)
             found.append(layer.attention(q, pos[None]))
         (expected, weights), (y, p) = found
         assert torch.allclose(y, expected, atol=1e-6)
@@ -67,7 +62,7 @@ def test_packed_heads_are_those_of_the_padded_store(watch):
         assert packed.seen == padded.seen
         live, allocated = packed.bytes()
         entries = 6 + 4 * (packed.seen - 9)
-        assert live == entries * EACH + TABLE
+        assert live == entries * SLOT + TABLE
         assert live <= allocated <= 1.1 * live
         # a copy is not written to
         assert torch.equal(before.pos, padded.pos[..., :-T])

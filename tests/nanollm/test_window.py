@@ -7,7 +7,7 @@ from common import TOKENS, alone, decoder, end
 from methods.baselines.snap_kv import SnapKV
 from nanollm.cache import NEVER, begin_turn, compress, crop, make_cache
 from nanollm.generate import prefill
-from nanollm.window import Window, WindowMethod
+from nanollm.window import Window, WindowMethod, window_rows
 from stores import SLOT, VECTORS, fill
 
 QUERIES = 2 * 6 * 4 * 8 * 4  # bytes of the last four queries of all heads
@@ -26,7 +26,7 @@ def test_the_windows_weights_are_those_of_its_queries_over_all_keys(forgotten):
         layer.forget(20 - forgotten)
     window = Window(layer.method, layer, tokens=None)
     assert (window.n, window.w, window.room) == (16, 4 - forgotten, 6 + forgotten)
-    rows = window.rows()
+    rows = window_rows(window.q, window.k, window.empty)
     found = (rows @ v.unsqueeze(2)).flatten(1, 2)
     assert torch.allclose(found, y[:, :, 16:], atol=1e-5)
     assert torch.allclose(window.scores(), rows[..., :16].mean(3))
@@ -44,7 +44,8 @@ def test_no_query_sees_an_empty_slot_and_none_wins_by_pooling():
     window = Window(layer.method, layer, tokens=None)
     empty = layer.pos == NEVER
     assert empty.sum() == 7
-    assert (window.rows().sum((2, 3))[empty] == 0).all()
+    rows = window_rows(window.q, window.k, window.empty)
+    assert (rows.sum((2, 3))[empty] == 0).all()
     pooled = window.pool(window.scores().mean(2))
     assert torch.equal(pooled == -1, empty[:, :, : window.n])
 

@@ -59,8 +59,8 @@ WRONG = [
     (
         "reuse",
         "lets every layer choose",
-        "if self.reuse == 1:",
-        "if True:",
+        "self.reuse):",
+        "1):",
     ),
     (
         "reuse",
