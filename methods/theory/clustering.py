@@ -24,9 +24,9 @@ pairs are formed from every earlier token, so all tokens are stored and the memo
 
 Differs from the papers:
 - Lemma 5.1 gives no algorithm, so `crossed` is ours.
-- `sub_gen` takes many independent samples of one stream at once (`runs`), to measure errors.
+- `sub_gen` can take many independent samples of one stream at once (`runs`), to measure errors.
 
-Scores are not scaled. D is the paper's d.
+Tensors are float64, and scores are not scaled. D is the paper's d.
 """
 
 import math
@@ -58,6 +58,9 @@ def sub_gen(
 ) -> Sample:
     """Return what SubGen keeps of the keys and values k, v (n, D), which it reads one by one.
 
+    radius: of a cluster around its first key, δ. t: keys kept per cluster. s: values kept in all.
+    runs: R, how many independent samples to return.
+
     This is reservoir sampling: a cluster's n-th key replaces each of its samples with chance 1/n,
     so every sample stays uniform. A value replaces each draw with chance ‖v‖²/‖V‖_F², where V are
     the values up to this one.
@@ -73,13 +76,13 @@ def sub_gen(
     draws = centres.new_zeros(runs, s, 2 * k.shape[1])
     total = 0.0
     for key, value in zip(k, v):
-        # the key joins the nearest cluster, or opens one
+        # the key joins the nearest cluster, or opens one, whose first key replaces all t samples
         distance, c = (centres - key).norm(dim=1).min(0)
         if distance > radius:
             c = len(counts)
             centres = torch.cat((centres, key[None]))
-            counts.append(0)
-            keys.append(keys[0])
+            counts += [0]
+            keys += keys[:1]
         counts[c] += 1
         keys[c] = renew(keys[c], key, 1 / counts[c])
 
@@ -111,19 +114,15 @@ def pair_stream(x: Tensor, y: Tensor) -> Tensor:
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numerator z (D,), the normaliser τ and the lemmas' unit of error, in float64.
+    """Return the numerator z (D,), the normaliser τ and the lemmas' unit of error.
 
-    The attention of one unscaled query q (1, D) over all pairs of the tokens k, v (n, 2D) is z/τ.
-    The unit is ‖softmax‖₂‖V₁ ⊘ V₂‖₂.
+    The attention of the query q (D,) over the keys and values k, v (n, D), or those of pairs, is
+    z/τ. The unit is ‖softmax‖₂‖V‖₂.
     """
-    k1, k2 = k.chunk(2, 1)
-    v1, v2 = v.chunk(2, 1)
-    e = ((k1 * q) @ k2.T).exp()
-    z = (v1 * (e @ v2)).sum(0)
+    e = (k @ q).exp()
     tau = e.sum()
-    gram = (v1.T @ v1) * (v2.T @ v2)
-    spectral = torch.linalg.matrix_norm(gram, 2) ** 0.5
-    return z, tau, e.norm() / tau * spectral
+    unit = e.norm() / tau * torch.linalg.matrix_norm(v, 2)
+    return e @ v, tau, unit
 
 
 def sizes(
@@ -153,7 +152,7 @@ def sizes(
 
     def least(x: float, y: float, c: float) -> int:
         """Return the least m with x/m + y/m² ≤ c."""
-        return math.ceil((x + math.sqrt(x**2 + 4 * c * y)) / (2 * c))
+        return math.ceil((x + (x**2 + 4 * c * y) ** 0.5) / (2 * c))
 
     e2 = eps / 8
     e1 = eps * (1 - e2) - e2
@@ -167,29 +166,26 @@ def sizes(
 def value_ratios(*sides: Tensor) -> tuple[float, float]:
     """Return x and y in the bound of `sizes` on the variance of z.
 
-    One side: x = ‖V‖_F²/‖V‖₂², which is at most D, and y = 0.
-    Two sides: x = (‖V₁‖_F²‖V₂‖₂² + ‖V₁‖₂²‖V₂‖_F²)/‖V₁ ⊘ V₂‖₂² and y = ‖V₁‖_F²‖V₂‖_F²/‖V₁ ⊘ V₂‖₂².
+    r = ‖V‖_F²/‖V‖₂² is a side's stable rank, which is at most D.
+    One side: x = r and y = 0.
+    Two sides: x = c(r₁ + r₂) and y = c·r₁r₂, where c = ‖V₁‖₂²‖V₂‖₂²/‖V₁ ⊘ V₂‖₂².
 
-    With two sides x and y have no bound: V₁ ⊘ V₂ is nearly 0 if the values of one side are nearly 0
-    in every dimension in which the other's are not. Raise ValueError if V, or V₁ ⊘ V₂, is 0.
+    c has no bound: V₁ ⊘ V₂ is nearly 0 if the values of one side are nearly 0 in every dimension in
+    which the other's are not. Raise ValueError if V, or V₁ ⊘ V₂, is 0.
     """
-
-    def norms(gram: Tensor) -> tuple[float, float]:
-        return gram.trace().item(), torch.linalg.matrix_norm(gram, 2).item()
-
-    grams = [v.mT @ v for v in sides]
-    _, largest = norms(math.prod(grams))  # of V₁ ⊘ V₂, without the pairs
+    grams = torch.stack([v.T @ v for v in sides])
+    spectral = torch.linalg.matrix_norm(grams, 2)
+    largest = torch.linalg.matrix_norm(grams.prod(0), 2)  # V₁ ⊘ V₂, without the pairs
     if not largest:
         raise ValueError(
             "all values, or all products of a left and a right value, are 0; give other values "
             "(these are estimated exactly at any size)"
         )
-
-    # a side that is left out has the norms of one token with the value 1, which is never drawn
-    (frobenius1, spectral1), (frobenius2, spectral2) = [*map(norms, grams), (0, 1)][:2]
-    x = frobenius1 * spectral2 + spectral1 * frobenius2
-    y = frobenius1 * frobenius2
-    return x / largest, y / largest
+    ranks = torch.einsum("sii->s", grams) / spectral
+    c = spectral.prod() / largest
+    x = c * ranks.sum()
+    y = c * ranks.prod() * (len(sides) - 1)
+    return x.item(), y.item()
 
 
 def most_clusters(D: int, radius: float) -> float:
