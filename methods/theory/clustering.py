@@ -159,8 +159,7 @@ def sizes(
     x = len(sides) * math.sinh(half) ** 2
     y = (len(sides) - 1) * math.sinh(2 * half) ** 2
     t = least(x, y, p / 4 * e2**2)
-    s = least(*value_ratios(*sides), 3 * p / 4 * e1**2)
-    return t, s
+    return t, least(*value_ratios(*sides), 3 * p / 4 * e1**2)
 
 
 def value_ratios(*sides: Tensor) -> tuple[float, float]:
