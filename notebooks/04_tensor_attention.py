@@ -210,7 +210,7 @@ def errors(k, v, q, radius, runs=16):
     """KB, and the rms errors of SubGen's estimate and of random tokens, for growing samples."""
     right = attention(k, v, q)
     rms = lambda y: ((y - right).norm(dim=1) / right.norm()).square().mean().sqrt().item()
-    for t, s in (1, 10), (2, 30), (4, 100), (8, 300):
+    for t, s in (1, 10), (2, 30), (4, 100):
         sides = [clustering.sub_gen(k_side, v_side, radius, t, s, seeded(t), runs)
                  for k_side, v_side in zip(k.chunk(2, 1), v.chunk(2, 1))]
         z, tau = clustering.estimate(q, clustering.crossed(*sides))
@@ -222,26 +222,29 @@ def errors(k, v, q, radius, runs=16):
         yield 4 * numbers / 1e3, rms((z / tau)[:, 0]), rms(rival)
 
 # %%
-panels = {"4096 tokens": {}, "8 tight clusters": dict(tight=True),
-          "values of very different norm": dict(tail=1.5)}
+panels = {"1024 tokens": {}, "8 tight clusters": dict(tight=True),
+          "values of very different norm": dict(tail=2.0)}
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained", sharey=True)
 for axis, (title, kind) in zip(axes, panels.items()):
     radius = .2 if kind.get("tight") else .9
-    points = [list(errors(*draw(4096, seed=seed, **kind), radius)) for seed in range(4)]
-    held, ours, rival = np.exp(np.log(points).mean(0)).T  # geometric means over four texts
+    points = [list(errors(*draw(1024, seed=seed, **kind), radius)) for seed in range(8)]
+    held, ours, rival = np.exp(np.log(points).mean(0)).T  # geometric means over eight texts
     axis.loglog(held, ours, "o-", label="SubGen, both sides")
     axis.loglog(held, rival, "s--", label="random tokens")
     print(f"{title}: random tokens / SubGen:", *(f"{x:.2f}" for x in rival / ours))
+    each = np.array([[b / a for _, a, b in text] for text in points])
+    print("    in single texts from", *(f"{x:.2f}" for x in each.min(0)),
+          "to", *(f"{x:.2f}" for x in each.max(0)))
     axis.set(title=title, xlabel="held, KB")
-    axis.set_xticks((1, 2, 5, 10, 20), (1, 2, 5, 10, 20))
-    axis.set_yticks((.02, .05, .1, .2), (.02, .05, .1, .2))
+    axis.set_xticks((1, 2, 5), (1, 2, 5))
+    axis.set_yticks((.2, .5, 1, 2), (.2, .5, 1, 2))
     axis.minorticks_off()
     axis.grid(alpha=.3)
 axes[0].set_ylabel("rms error / norm of the output")
 axes[0].legend(fontsize=8);
 
 # %% [markdown]
-# A printed number above 1 means that SubGen has the smaller error. Random tokens are better where values are alike, in clusters or not. SubGen wins where a few values carry most of the norm, above all with little memory.
+# A printed number above 1 means that SubGen has the smaller error. Random tokens are better where values are alike, in clusters or not. Where a few values carry most of the norm, SubGen is better on average. But the texts differ widely, and random tokens win in some of them.
 #
 # The lemma leaves its constants open; `sizes` in `methods/theory/clustering.py` computes them. With these sizes the error keeps its promise with room to spare (claim T9).
 #

@@ -53,12 +53,18 @@ def squared_shares(v):
     return square.sum(1) / square.sum()
 
 
-def sampled(ks, radius, q, t=1):
+def sampled(
+    ks,
+    radius,
+    q,
+    t=1,
+):
     """Return τ of t samples a cluster for every equally likely choice, (choices, G).
 
     ks: each side's keys.
     """
-    keys, shares = [], []
+    keys = []
+    shares = []
     for k in with_ones(ks):
         cluster = torch.tensor(clusters_of(k.tolist(), radius))
         slots = []
@@ -73,9 +79,15 @@ def sampled(ks, radius, q, t=1):
     return tau.flatten(0, 1)
 
 
-def drawn(ks, vs, q, s):
+def drawn(
+    ks,
+    vs,
+    q,
+    s,
+):
     """Return z of s draws for every choice, (choices, G, D), and each choice's probability."""
-    keys, values = [], []
+    keys = []
+    values = []
     chances = []
     for k, v in zip(with_ones(ks), with_ones(vs)):
         choices = torch.tensor([*product(range(len(k)), repeat=s)])
@@ -113,7 +125,8 @@ def test_numerator_and_normaliser_have_mean_and_variance_of_all_choices(kind, sa
     n = 4 if kind == "pairs" else 5
     # keys of one wide cluster, and of two
     centres = torch.tensor([[0.9, 0.2], [-0.5, 0.8]], dtype=F64)
-    ks, vs = [], []
+    ks = []
+    vs = []
     for side in range(1 if kind == "tokens" else 2):
         cluster = torch.arange(n) % (2 + side) // 2
         ks.append(centres[cluster] + 0.35 * random(n, 2, seed=side))
@@ -145,8 +158,7 @@ def test_numerator_and_normaliser_have_mean_and_variance_of_all_choices(kind, sa
     assert near(z_error.square(), mean((rows - Z).square()))
     assert near(z_error * tau_error[..., None], torch.zeros_like(Z))
     if samples == 1:  # z and 1/τ are independent
-        inverse = (1 / every).mean(0)
-        assert near(z / tau[..., None], Z * inverse[:, None])
+        assert near(z / tau[..., None], Z * (1 / every).mean(0)[:, None])
 
 
 @mark.claim("T10")
@@ -201,7 +213,8 @@ def standard_error(q, ks, vs, s):
 def test_at_the_lemmas_sizes_the_error_is_that_of_the_draws(claim, eps, part, note):
     """Four tight clusters a side; a `part` of the draws that the lemma needs."""
     cluster = torch.arange(12) % 4
-    ks, vs = [], []
+    ks = []
+    vs = []
     for seed in (0, 2):
         centres = 0.8 * in_ball(4, 2, seed)
         ks.append(centres[cluster] + 0.01 * in_ball(12, 2, seed + 9))
@@ -210,13 +223,12 @@ def test_at_the_lemmas_sizes_the_error_is_that_of_the_draws(claim, eps, part, no
         ks, vs = [pair_stream(*ks)], [pair_stream(*vs)]
     q = vector(1.2, 1.6)[None]
     radius = 0.02
-    most = sizes(eps, 2 * radius, *vs)  # the query has norm 2
-    t, s = (math.ceil(n / part) for n in most)
+    # the query has norm 2
+    t, s = (math.ceil(n / part) for n in sizes(eps, 2 * radius, *vs))
 
     zs, taus = estimate(q, sample_of(ks, vs, radius, t, s, runs=200))
     z, tau, unit = exact(q[0], joined(ks), joined(vs))
-    difference = zs / taus - z / tau
-    error = difference.norm(dim=-1) / unit
+    error = (zs / taus - z / tau).norm(dim=-1) / unit
     rms = error.square().mean().sqrt().item()
     predicted = standard_error(q, ks, vs, s)
     assert rms == approx(predicted, rel=0.12)  # ± 4 %
@@ -225,14 +237,13 @@ def test_at_the_lemmas_sizes_the_error_is_that_of_the_draws(claim, eps, part, no
 
 
 def test_a_value_of_norm_0_is_never_drawn():
-    k = vector(1, 2, 3, 4)[:, None]
-    v = vector(0, 3, 0, 0)[:, None]
-    sample = sub_gen(k, v, 0.0, 1, 5, seeded(0))
-    assert (sample.drawn == 2).all()
+    x = vector(0, 3, 0)[:, None]
+    sample = sub_gen(x, x, 0.0, 1, 5, seeded(0))
+    assert (sample.drawn == 3).all()
     assert close(sample.rows, 3 / 5)
 
 
-@check("T9", seeds, st.integers(1, 40), st.sampled_from([0.0, 1.0, 1.3, 5.0]))
+@check("T9", seeds, st.integers(1, 40), st.sampled_from([0.0, 1.0, 1.3]))
 def test_a_key_joins_the_nearest_cluster_within_the_radius(seed, n, radius):
     """Keys are whole numbers, so many distances equal the radius."""
     k = torch.randint(-3, 4, (n, 2), generator=seeded(seed)).double()
@@ -244,9 +255,8 @@ def test_a_key_joins_the_nearest_cluster_within_the_radius(seed, n, radius):
 def test_memory_stops_growing_if_keys_repeat_but_pairs_need_all_tokens(note):
     x, y = random(2, 9, 3)
     stream = pair_stream(x, y)
-    for n in range(10):
-        expected = pairs(x[:n], y[:n]).tolist()
-        assert sorted(stream[: n * n].tolist()) == sorted(expected)
+    for n in (4, 9):
+        assert sorted(stream[: n * n].tolist()) == sorted(pairs(x[:n], y[:n]).tolist())
 
     sides = random(2, 4, 3)
     held = []
@@ -305,7 +315,8 @@ def test_sizes_are_the_least_at_which_chebyshev_leaves_p(eps, half, sides, p, no
 def test_variances_are_at_most_those_of_sizes_and_value_ratios(
     seed, n, D, radius, r, sides, m
 ):
-    ks, vs = [], []
+    ks = []
+    vs = []
     for side in range(sides):
         ks.append(in_ball(n, D, seed + side))
         vs.append(random(n, D, seed=seed + side))
@@ -327,6 +338,7 @@ def test_variances_are_at_most_those_of_sizes_and_value_ratios(
     error = (z[:, 0] - e @ V).square().sum(1)
     first, second = value_ratios(*vs)
     unit = e.norm() * torch.linalg.matrix_norm(V, 2)
+    assert close(exact(q[0], K, V)[2] * e.sum(), unit)
     bound = (first / m + second / m**2) * unit**2
     assert (p * error).sum() <= bound * (1 + 1e-9)
 
