@@ -187,31 +187,25 @@ class TwoCache(PairSlots):
         v: Tensor,
         pos: Tensor,
     ):
-        for t, (new_k, new_v) in enumerate(remember(self.tokens, k, v, pos)):
-            super().write(new_k, new_v, pos[:, t : t + 1].expand(-1, new_k.shape[2]))
-        self.seen = self.tokens.seen
+        tokens = self.tokens
+        tokens.write(k, v, pos)
+        T = k.shape[2]
+        for t in range(T):
+            n = tokens.length - T + t + 1
+            new_k = new_pairs(*tokens.k[:, :, :n].chunk(2, -1))
+            new_v = new_pairs(*tokens.v[:, :, :n].chunk(2, -1))
+            super().write(new_k, new_v, pos[:, t : t + 1].expand(-1, 2 * n - 1))
+        self.seen = tokens.seen
 
     def stored(self) -> list[Stored]:
         return super().stored() + self.tokens.stored()
 
 
-def remember(
-    tokens: Slots,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-):
-    """Write k and v (B, H, T, 2D) to `tokens`; yield keys and values of each token's new pairs."""
-    tokens.write(k, v, pos)
-    for n in range(tokens.length - k.shape[2] + 1, tokens.length + 1):
-        new_k = new_pairs(*tokens.k[:, :, :n].chunk(2, -1))
-        new_v = new_pairs(*tokens.v[:, :, :n].chunk(2, -1))
-        yield new_k, new_v
-
-
 def new_pairs(x: Tensor, y: Tensor) -> Tensor:
-    """Return the pairs that contain the last token: x and y (B, H, n, D) → (B, H, 2n − 1, D)."""
-    return torch.cat((x * y[:, :, -1:], x[:, :, -1:] * y[:, :, :-1]), 2)
+    """Return the pairs that contain the last token: x and y (..., n, D) → (..., 2n − 1, D)."""
+    left = x * y[..., -1:, :]
+    right = x[..., -1:, :] * y[..., :-1, :]
+    return torch.cat((left, right), -2)
 
 
 # ---- a decoder of pairs ------------------------------------------------------------------------

@@ -1,47 +1,142 @@
-"""Compute the constants that SubGen's lemmas leave open, and how many clusters keys form.
+"""Estimate attention from samples (SubGen), and compute the constants that its lemmas leave open.
 
-The paper is Chen et al., arXiv 2503.11108. Its Lemmas 5.1 (SubGen4Cache) and 5.2 (SubGen2Cache)
-bound the error of tensor attention from samples; `sizes` computes their constants (claims T9 and
-T10). `most_clusters` repairs section 6: in few dimensions keys form few clusters, so memory stops
-growing (T11 and T12).
+SubGen (Zandieh et al., arXiv 2402.06082) reads keys and values one by one. Its memory stops growing
+if keys cluster. It keeps t random keys of each cluster of radius δ, to estimate the softmax's
+denominator τ. It keeps s random values with their keys, to estimate the numerator z. A value v is
+drawn with probability ‖v‖²/‖V‖_F².
+
+    o = Σ_i e^⟨q,k_i⟩ v_i / Σ_i e^⟨q,k_i⟩ ≈ z/τ
+    τ = Σ_c n_c/t Σ_{t samples of cluster c} e^⟨q,k⟩
+    z = Σ_{s draws} ‖V‖_F²/(s ‖v‖²) e^⟨q,k⟩ v
+
+n_c is the number of keys in cluster c. τ and z are unbiased, their ratio is not.
+
+For tensor attention (Chen et al., arXiv 2503.11108) the keys are pairs of tokens. Lemma 5.2
+(SubGen2Cache) samples the stream of all pairs: `sub_gen` on `pair_stream`, then `estimate`. New
+pairs are formed from every earlier token, so all tokens are stored and the memory grows. Lemma 5.1
+(SubGen4Cache) samples one stream for each side of a pair; `crossed` combines the two samples:
+
+    τ = Σ_{left, right samples} n_c/t · n_c'/t · e^⟨q, k₁ ∘ k₂⟩
+    and the same for z and the draws of both sides
+
+`sizes` computes the constants of both lemmas (claims T9 and T10). `most_clusters` repairs section
+6: in few dimensions keys form few clusters, so memory stops growing (T11 and T12).
+
+Differs from the papers:
+- Lemma 5.1 gives no algorithm, so `crossed` is ours.
+- `sub_gen` can take many independent samples of one stream at once (`runs`), to measure errors.
+
+Tensors are float64, and scores are not scaled. D is the paper's d.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from methods.tensor_attention import new_pairs, pairs
+
+
+class Sample(NamedTuple):
+    """What SubGen keeps of one stream: M clusters, and t samples and s draws of each run."""
+
+    keys: Tensor  # (R, M·t, D): random keys of each cluster
+    shares: Tensor  # (M·t, 1): n_c/t
+    drawn: Tensor  # (R, s, D): the draws' keys
+    rows: Tensor  # (R, s, D): the draws' values times ‖V‖_F²/(s ‖v‖²)
+
+
+def sub_gen(
+    k: Tensor,
+    v: Tensor,
+    radius: float,
+    t: int,
+    s: int,
+    generator: torch.Generator,
+    runs: int = 1,
+) -> Sample:
+    """Return what SubGen keeps of the keys and values k, v (n, D), which it reads one by one.
+
+    radius: of a cluster around its first key, δ. t: keys kept per cluster. s: values kept in all.
+    runs: R, how many independent samples to return.
+
+    This is reservoir sampling: a cluster's n-th key replaces each of its samples with chance 1/n,
+    so every sample stays uniform. A value replaces each draw with chance ‖v‖²/‖V‖_F², where V are
+    the values up to this one.
+    """
+
+    def renew(old: Tensor, new: Tensor, chance) -> Tensor:
+        u = torch.rand(*old.shape[:2], 1, generator=generator)
+        return torch.where(u < chance, new, old)
+
+    centres = k[:1]
+    counts = [0]
+    keys = [centres.expand(runs, t, -1)]
+    draws = centres.new_zeros(runs, s, 2 * k.shape[1])
+    total = 0.0
+    for key, value in zip(k, v):
+        # the key joins the nearest cluster, or opens one, whose first key replaces all t samples
+        distance, c = (centres - key).norm(dim=1).min(0)
+        if distance > radius:
+            c = len(counts)
+            centres = torch.cat((centres, key[None]))
+            counts += [0]
+            keys += keys[:1]
+        counts[c] += 1
+        keys[c] = renew(keys[c], key, 1 / counts[c])
+
+        square = value.square().sum()
+        total += square
+        # 0/0 before the first value that is not 0: no draw is renewed
+        draws = renew(draws, torch.cat((key, value / square)), square / total)
+
+    drawn, rows = draws.chunk(2, 2)
+    shares = centres.new_tensor(counts).repeat_interleave(t)[:, None] / t
+    return Sample(torch.cat(keys, 1), shares, drawn, rows * total / s)
+
+
+def estimate(q: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Return z (R, G, D) and τ (R, G, 1) of the queries q (G, D); z/τ estimates attention."""
+    z = (q @ sample.drawn.mT).exp() @ sample.rows
+    tau = (q @ sample.keys.mT).exp() @ sample.shares
+    return z, tau
+
+
+def crossed(left: Sample, right: Sample) -> Sample:
+    """Return the sample of pairs in which every left sample or draw meets every right one."""
+    return Sample(*map(pairs, left, right))
+
+
+def pair_stream(x: Tensor, y: Tensor) -> Tensor:
+    """Return all pairs of x and y (n, D), (n², D), in the order in which the tokens form them."""
+    return torch.cat([new_pairs(x[:n], y[:n]) for n in range(1, len(x) + 1)])
+
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numerator z (D,), the normaliser τ and the lemmas' unit of error, in float64.
+    """Return the numerator z (D,), the normaliser τ and the lemmas' unit of error.
 
-    The attention of one unscaled query q (1, D) over all pairs of the tokens k, v (n, 2D) is z/τ.
-    The unit is ‖softmax‖₂‖V₁ ⊘ V₂‖₂.
+    The attention of the query q (D,) over the keys and values k, v (n, D), or those of pairs, is
+    z/τ. The unit is ‖softmax‖₂‖V‖₂.
     """
-    k1, k2 = k.double().chunk(2, 1)
-    v1, v2 = v.double().chunk(2, 1)
-    e = ((k1 * q.double()) @ k2.T).exp()
-    z = (v1 * (e @ v2)).sum(0)
+    e = (k @ q).exp()
     tau = e.sum()
-    gram = (v1.T @ v1) * (v2.T @ v2)
-    spectral = torch.linalg.matrix_norm(gram, 2) ** 0.5
-    return z, tau, e.norm() / tau * spectral
+    unit = e.norm() / tau * torch.linalg.matrix_norm(v, 2)
+    return e @ v, tau, unit
 
 
 def sizes(
     eps: float,
     half: float,
-    v1: Tensor,
-    v2: Tensor | None = None,
+    *sides: Tensor,
     p: float = 0.01,
 ) -> tuple[int, int]:
     """Return (t, s), samples per cluster and draws that suffice for the error ε.
 
     With these sizes of Lemmas 5.1 and 5.2 the error, in units of ‖softmax‖₂‖V‖₂, exceeds ε with
     probability at most p. half: δr, the largest difference between a key's score and its centre's;
-    with two sides, the largest difference that either key makes, for keys of norm ≤ 1. v1: the
-    values (n, D) of one stream (the pairs, in Lemma 5.2); with v2, the values of the two sides
-    (Lemma 5.1).
+    with two sides, the largest difference that either key makes, for keys of norm ≤ 1. sides: the
+    values (n, D) of one stream (the pairs, in Lemma 5.2), or of each of two sides (Lemma 5.1).
 
     - Variance of τ: at most (x/t + y/t²)·τ². One side: x = sinh²(half) and y = 0. Two sides: x = 2
       sinh²(half) and y = sinh²(2·half).
@@ -57,48 +152,39 @@ def sizes(
 
     def least(x: float, y: float, c: float) -> int:
         """Return the least m with x/m + y/m² ≤ c."""
-        return math.ceil((x + math.sqrt(x**2 + 4 * c * y)) / (2 * c))
+        return math.ceil((x + (x**2 + 4 * c * y) ** 0.5) / (2 * c))
 
     e2 = eps / 8
     e1 = eps * (1 - e2) - e2
-    x, y = math.sinh(half) ** 2, 0.0
-    if v2 is not None:
-        x, y = 2 * x, math.sinh(2 * half) ** 2
-    samples = least(x, y, p / 4 * e2**2)
-    draws = least(*value_ratios(v1, v2), 3 * p / 4 * e1**2)
-    return samples, draws
+    x = len(sides) * math.sinh(half) ** 2
+    y = (len(sides) - 1) * math.sinh(2 * half) ** 2
+    t = least(x, y, p / 4 * e2**2)
+    return t, least(*value_ratios(*sides), 3 * p / 4 * e1**2)
 
 
-def value_ratios(v1: Tensor, v2: Tensor | None = None) -> tuple[float, float]:
+def value_ratios(*sides: Tensor) -> tuple[float, float]:
     """Return x and y in the bound of `sizes` on the variance of z.
 
-    One side: x = ‖V‖_F²/‖V‖₂², which is at most D, and y = 0.
-    Two sides: x = (‖V₁‖_F²‖V₂‖₂² + ‖V₁‖₂²‖V₂‖_F²)/‖V₁ ⊘ V₂‖₂² and y = ‖V₁‖_F²‖V₂‖_F²/‖V₁ ⊘ V₂‖₂².
+    r = ‖V‖_F²/‖V‖₂² is a side's stable rank, which is at most D.
+    One side: x = r and y = 0.
+    Two sides: x = c(r₁ + r₂) and y = c·r₁r₂, where c = ‖V₁‖₂²‖V₂‖₂²/‖V₁ ⊘ V₂‖₂².
 
-    With two sides x and y have no bound: V₁ ⊘ V₂ is nearly 0 if the values of one side are nearly 0
-    in every dimension in which the other's are not. Raise ValueError if V, or V₁ ⊘ V₂, is 0.
+    c has no bound: V₁ ⊘ V₂ is nearly 0 if the values of one side are nearly 0 in every dimension in
+    which the other's are not. Raise ValueError if V, or V₁ ⊘ V₂, is 0.
     """
-
-    def norms(v: Tensor) -> tuple[float, float]:
-        return v.square().sum().item(), torch.linalg.matrix_norm(v, 2).item() ** 2
-
-    gram = v1.mT @ v1
-    if v2 is not None:  # the Gram matrix of V₁ ⊘ V₂, without the pairs
-        gram = gram * (v2.mT @ v2)
-    largest = torch.linalg.matrix_norm(gram, 2).item()
+    grams = torch.stack([v.T @ v for v in sides])
+    spectral = torch.linalg.matrix_norm(grams, 2)
+    largest = torch.linalg.matrix_norm(grams.prod(0), 2)  # V₁ ⊘ V₂, without the pairs
     if not largest:
         raise ValueError(
             "all values, or all products of a left and a right value, are 0; give other values "
             "(these are estimated exactly at any size)"
         )
-
-    frobenius1, spectral1 = norms(v1)
-    if v2 is None:
-        return frobenius1 / largest, 0.0
-    frobenius2, spectral2 = norms(v2)
-    x = frobenius1 * spectral2 + spectral1 * frobenius2
-    y = frobenius1 * frobenius2
-    return x / largest, y / largest
+    ranks = torch.einsum("sii->s", grams) / spectral
+    c = spectral.prod() / largest
+    x = c * ranks.sum()
+    y = c * ranks.prod() * (len(sides) - 1)
+    return x.item(), y.item()
 
 
 def most_clusters(D: int, radius: float) -> float:

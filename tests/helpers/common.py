@@ -262,16 +262,3 @@ def tasks(split: str) -> Tasks:
             patch.setattr(corpus, "text", corpus.text.__wrapped__)
             patch.setattr(corpus, "words", corpus.words.__wrapped__)
         return Tasks(ENCODING, split)
-
-
-def clusters_of(keys, radius):
-    """Return each key's cluster, the oldest near it, and all first keys; keys: a list of rows."""
-    clusters = []
-    centres = []
-    for key in keys:
-        near = [c for c, x in enumerate(centres) if math.dist(key, x) <= radius]
-        if not near:
-            near = [len(centres)]
-            centres.append(key)
-        clusters.append(near[0])
-    return clusters, centres
