@@ -195,7 +195,6 @@ def main(argv: list[str]):
     jobs = [(task, i) for i in range(args.documents) for task in args.tasks]
     bar = tqdm(jobs, "documents", leave=False, disable=None)
     text = ""
-    total = 0
     console = io.StringIO()  # lm-evaluation-harness prints, and has bars of its own
     with (
         TemporaryDirectory() as folder,
@@ -206,13 +205,8 @@ def main(argv: list[str]):
         for task, i in bar:
             line = line_of(task, i, args, encode, words)
             text += json.dumps(line, ensure_ascii=False) + "\n"
-            ids = encode(line["context"] + line["question"])
-            total += len(ids) + line["max_new_tokens"]
     command_line.replace(args.out, text.encode(), before)
-    print(
-        f"{len(jobs)} documents of {len(args.tasks)} tasks, {total / len(jobs):.0f} tokens each on "
-        f"average with the reply, are in {args.out}"
-    )
+    print(f"{len(jobs)} documents of {len(args.tasks)} tasks are in {args.out}")
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:

@@ -1,0 +1,53 @@
+"""Every command that a document prints has arguments that its program accepts."""
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+import re
+import shlex
+
+import pytest
+
+from lab.methods_by_name import pick
+from nanollm.__main__ import main
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", "RESULTS.md", "CLAIMS.md", "notebooks/*.py"]
+# lab.harness needs lm-eval; the others are mentioned, without their arguments
+LEFT_OUT = re.compile(
+    "lab.harness|lab.corpus|lab.render_results|--help|nanollm (compress|ask)$"
+)
+
+
+READER_S = {"kvzip_by_value", "kvzip_by_value@4", "NAME"}  # methods of the reader's own
+
+
+class Accepted(Exception):
+    """The arguments were read."""
+
+
+def printed() -> list[str]:
+    """Return all commands `python -m …` in blocks and between backticks."""
+    found = set()
+    for pattern in DOCUMENTS:
+        for file in ROOT.glob(pattern):
+            for line in file.read_text().splitlines():
+                for start in re.finditer(r"python -m (nanollm|lab)\b", line):
+                    found.add(re.split("`|  +#| && | \\|", line[start.start() :])[0])
+    return sorted(x for x in found if not LEFT_OUT.search(x.strip()))
+
+
+@pytest.mark.parametrize("command", printed())
+def test_its_arguments_are_accepted(command, monkeypatch):
+    def parse(parser, *given):
+        args = read(parser, *given)
+        names = {*(getattr(args, "methods", None) or ())} - READER_S
+        pick([*names, "full"])  # ValueError if one is unknown
+        raise Accepted
+
+    read = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    _, _, module, *argv = shlex.split(command.rstrip(" .,;:…"))
+    run = main if module == "nanollm" else import_module(module).main
+    with pytest.raises(Accepted):
+        run(argv)
