@@ -5,19 +5,20 @@
 
 `context`, `question` and `answers` must be there. The score of a reply is the share of the answers
 that it contains (RULER, arXiv 2404.06654), or with `score` "any" 1 if it contains one of them;
-upper and lower case are the same. Lines with the same context are asked of one cache.
+upper and lower case are the same. Lines with the same context are asked of one cache. Other fields
+are not used.
 """
 
 from dataclasses import dataclass
 import json
 from pathlib import Path
+import sys
 
 import torch
 from torch import Tensor
 
 from lab.ask import around
 from lab.command_line import read_text
-from nanollm.check import closest
 
 
 @dataclass
@@ -60,36 +61,42 @@ class Question:
         return float(any(said)) if self.score == "any" else sum(said) / len(said)
 
 
+FIELDS = {*Question.__dataclass_fields__} - {"line"}
+
+
 def read(file: Path) -> list[Question]:
     """Return the questions of a file. ValueError, with the line, if one is wrong."""
     questions = []
+    unused = {}
     for n, line in enumerate(read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            questions.append(parsed(line, n))
+            found = json_object(line)
+            given = {name: x for name, x in found.items() if name in FIELDS}
+            questions.append(Question(**given, line=n))
         except ValueError as error:
             raise ValueError(f"{file}, line {n}: {error}") from None
+        unused |= dict.fromkeys(found.keys() - given.keys())
     if not questions:
         raise ValueError(f"{file} has no questions; give one JSON object a line")
+    if unused:
+        print(f"{file}: not used: {', '.join(sorted(unused))}", file=sys.stderr)
     return questions
 
 
-def parsed(line: str, n: int) -> Question:
+def json_object(line: str) -> dict:
+    """Return a line's object. ValueError if it is none, or lacks a field."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON ({error})") from None
     if not isinstance(found, dict):
         raise ValueError("no JSON object; write {…}")
-    known = [*Question.__dataclass_fields__]
-    for name in found:
-        if name not in known[:-1]:
-            raise ValueError(f"unknown field {name!r}; {closest(name, known[:-1])}")
-    for name in known[:3]:
+    for name in ("context", "question", "answers"):
         if name not in found:
             raise ValueError(f"no {name!r}")
-    return Question(**found, line=n)
+    return found
 
 
 def contexts(questions: list[Question]) -> list[list[Question]]:
