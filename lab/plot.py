@@ -16,7 +16,6 @@ from matplotlib.colors import PowerNorm
 from matplotlib.ticker import LogLocator, NullLocator
 import numpy as np
 
-from lab import question_table
 from lab.command_line import replace
 from lab.kept import held
 
@@ -101,59 +100,49 @@ def is_ours(data: bytes) -> bool:
 
 
 def comparison(rows: list[dict], file: Path):
-    """Draw both accuracies and KL over bytes. All rows are of documents of one length.
-
-    First come all methods that do not ship, then others up to MOST in all. The figure names the
-    rest.
-    """
-    full = next((row for row in rows if row["method"] == "full"), None)
-    by_bytes = sorted(rows, key=lambda row: row["live_16"])
-    shown, left_out = drawn([row["method"] for row in rows])
-    points = {}
-    for name in shown:
-        points[name] = [row for row in by_bytes if row["method"] == name]
-
-    figure, axes = plt.subplots(1, 3, figsize=(17, 5.5), layout="constrained")
+    """Draw both accuracies and KL over bytes. All rows are of documents of one length."""
     labels = dict(
         agnostic="accuracy, question after the compression",
         aware="accuracy, question in the prompt",
         kl="KL(full ‖ compressed) per token, nats",
     )
-    for axis, (key, label) in zip(axes, labels.items()):
-        over_bytes(axis, points, full, key, label)
     model = Path(rows[0].get("model", "")).name
     size = "{documents} documents of {tokens} tokens a task".format(**rows[0])
-    title = f"{size}; bars: ± 1 standard error of accuracies"
-    figure.suptitle(f"{model}, {title}" if model else title)
-    if left_out:
-        words = fill("Not drawn: " + ", ".join(left_out), 230)
-        figure.supxlabel(words, fontsize=8, color="0.4")
-    save(figure, file)
+    panels(rows, labels, f"{model}, {size}" if model else size, file)
 
 
-def questions(frame, file: Path, title: str):
-    """Draw the mean score over bytes, by setting. frame: of lab/question_table.py."""
-    settings = [*frame.setting.unique()]
-    shown, left_out = drawn([*frame.method.unique()])
-    size = 8.5 * len(settings), 5.5
-    figure, axes = plt.subplots(1, len(settings), figsize=size, squeeze=False)
+def questions(rows: list[dict], title: str, file: Path):
+    """Draw the mean scores of question_table.points over bytes, by setting."""
+    labels = dict(
+        agnostic="mean score, question after the compression",
+        aware="mean score, question in the prompt",
+    )
+    settings = {key for row in rows for key in row}
+    some = {key: label for key, label in labels.items() if key in settings}
+    panels(rows, some, title, file)
+
+
+def panels(rows: list[dict], labels: dict[str, str], title: str, file: Path):
+    """Draw row[key] over bytes, a panel for each key of `labels`.
+
+    First come all methods that do not ship, then others up to MOST in all. The figure names the
+    rest.
+    """
+    shown, left_out = drawn([row["method"] for row in rows])
+    size = (17, 5.5) if len(labels) > 1 else (8.5, 5.5)
+    figure, axes = plt.subplots(1, len(labels), figsize=size, squeeze=False)
     figure.set_layout_engine("constrained")
-    for axis, setting in zip(axes[0], settings):
-        mine = frame[frame.setting == setting]
-        scores = question_table.wide(mine, "score")
-        scores = scores.loc[question_table.judging(scores)]
-        kib = mine.groupby(["method", "keep"]).kib.mean().sort_values()
-        mean, error = question_table.means(scores)
-        points = {name: [] for name in ("full", *shown)}
-        for (name, ratio), size in kib.items():
-            if name in points:
-                x = dict(live_16=1024 * size, score=mean[name, ratio])
-                points[name].append(x | dict(mean_score_se=error[name, ratio]))
-        (full,) = points.pop("full")
-        over_bytes(axis, points, full, "score", f"mean score, {LATER[setting]}")
-    figure.suptitle(f"{title}; bars: ± 1 standard error")
+    for axis, (key, label) in zip(axes[0], labels.items()):
+        mine = [row for row in rows if key in row]
+        mine.sort(key=lambda row: row["live_16"])
+        points = {}
+        for name in ("full", *shown):
+            points[name] = [row for row in mine if row["method"] == name]
+        full = next(iter(points.pop("full")), None)
+        over_bytes(axis, points, full, key, label)
+    figure.suptitle(f"{title}; bars: ± 1 standard error of accuracies")
     if left_out:
-        words = fill("Not drawn: " + ", ".join(left_out), 115 * len(settings))
+        words = fill("Not drawn: " + ", ".join(left_out), 14 * round(size[0]))
         figure.supxlabel(words, fontsize=8, color="0.4")
     save(figure, file)
 

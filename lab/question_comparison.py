@@ -149,15 +149,11 @@ def compare(args: Namespace):
         print(f"\n*: around the facts stands {around}")
     from lab import plot  # matplotlib takes a second to import
 
-    plot.questions(frame, args.figure, title_of(comparison))
+    n = len(comparison.questions)
+    title = f"{args.model.name}, {n} questions of {args.questions.name}"
+    plot.questions(question_table.points(frame), title, args.figure)
     seconds = time.time() - began
     print(f"\n{len(jobs)} rows in {seconds:.0f} s; figure in {args.figure}")
-
-
-def title_of(comparison: QuestionComparison) -> str:
-    args = comparison.args
-    n = len(comparison.questions)
-    return f"{args.model.name}, {n} questions of {args.questions.name}"
 
 
 def job_of(record: dict) -> tuple:

@@ -89,6 +89,19 @@ def judging(x: pd.DataFrame) -> list[str]:
     return [*full[full >= 0.5].index]
 
 
+def points(frame: pd.DataFrame) -> list[dict]:
+    """Return each method's mean score at a keep ratio, as lab/plot.py draws rows."""
+    rows = []
+    for setting, mine in frame.groupby("setting", sort=False):
+        scores = wide(mine, "score")
+        mean, error = means(scores.loc[judging(scores)])
+        kib = mine.groupby(["method", "keep"]).kib.mean()
+        for key in scores:
+            row = {"method": key[0], "live_16": 1024 * kib[key], setting: mean[key]}
+            rows.append(row | {f"mean_{setting}_se": error[key]})
+    return rows
+
+
 # ---- as text ----
 
 

@@ -104,7 +104,7 @@ def draw_ruler():
     frame = frame[(frame.setting == "agnostic") & frame.method.isin(DRAWN)]
     documents = frame.groupby("task").line.nunique().max()
     title = f"RULER on SmolLM2-135M, 1,024 tokens, {documents} documents a task"
-    plot.questions(frame, ROOT / "notebooks" / "ruler.png", title)
+    plot.questions(question_table.points(frame), title, ROOT / "notebooks/ruler.png")
 
 
 def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
