@@ -183,11 +183,11 @@ for count in 8, 32, 128:
 # %%
 def draw(n, tight=False, tail=0.0, seed=0, d=3):
     """Keys and values (n, 2d) of random tokens, and a query (1, d) of norm 4."""
-    generator = seeded(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    options = dict(generator=seeded(seed), dtype=torch.float64)
+    normal = lambda *shape: torch.randn(*shape, **options)
 
     def ball(m):  # m points, uniform in the unit ball
-        return F.normalize(normal(m, d), dim=1) * torch.rand(m, 1, generator=generator, dtype=torch.float64) ** (1 / d)
+        return F.normalize(normal(m, d), dim=1) * torch.rand(m, 1, **options) ** (1 / d)
 
     sides = [ball(n), ball(n)]
     if tight:  # 8 clusters a side
@@ -205,7 +205,7 @@ def attention(k, v, q):
     e = ((k1 * q) @ k2.T).exp()
     return (v1 * (e @ v2)).sum(0) / e.sum()
 
-
+# %%
 def errors(k, v, q, radius, runs=16):
     """KB, and the rms errors of SubGen's estimate and of random tokens, for growing samples."""
     right = attention(k, v, q)

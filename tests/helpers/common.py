@@ -121,7 +121,14 @@ def dense(q, k, v, visible, bias=0.0):
     return (p @ v.unsqueeze(2)).flatten(1, 2)
 
 
-def alone(method=None, index=0, layers=1, w_o=None, freq=None, store=None):
+def alone(
+    method=None,
+    index=0,
+    layers=1,
+    w_o=None,
+    freq=None,
+    store=None,
+):
     """Return a method's store of one layer.
 
     Its decoder has only output projections and RoPE's angles.

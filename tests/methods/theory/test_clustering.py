@@ -255,7 +255,7 @@ def test_a_key_joins_the_nearest_cluster_within_the_radius(seed, n, radius):
 def test_memory_stops_growing_if_keys_repeat_but_pairs_need_all_tokens(note):
     x, y = random(2, 9, 3)
     stream = pair_stream(x, y)
-    for n in (4, 9):
+    for n in 4, 9:
         assert sorted(stream[: n * n].tolist()) == sorted(pairs(x[:n], y[:n]).tolist())
 
     sides = random(2, 4, 3)
