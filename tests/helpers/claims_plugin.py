@@ -74,7 +74,7 @@ class Claims:
 
     def pytest_sessionfinish(self, session, exitstatus):
         if exitstatus == pytest.ExitCode.OK and is_whole(self.config):
-            from lab.claims.claims_renderer import write_or_compare
+            from claims_page import write_or_compare
 
             try:
                 message = write_or_compare(

@@ -5,18 +5,13 @@ from pathlib import Path
 import re
 from types import SimpleNamespace
 
+import claims_page
+from claims_page import PLACEHOLDER, page, write_or_compare
 import claims_plugin
 import pytest
 
-from lab.claims import claims_renderer
 from lab.claims.claims_command import STORED
-from lab.claims.claims_renderer import (
-    PLACEHOLDER,
-    listed,
-    page,
-    texts,
-    write_or_compare,
-)
+from lab.claims.claims_renderer import listed, texts
 from lab.claims.subject import HOLDS, NOT, OPEN
 
 ROOT = Path(__file__).parents[3]
@@ -98,7 +93,7 @@ def test_a_file_of_claims_with_a_slip_is_refused(
     old, new, message, recorded, monkeypatch
 ):
     changed = texts().replace(old, new)
-    monkeypatch.setattr(claims_renderer, "texts", lambda: changed)
+    monkeypatch.setattr(claims_page, "texts", lambda: changed)
     with pytest.raises(ValueError, match=message):
         page(recorded, ROWS)
 
