@@ -54,11 +54,41 @@ def test_of_a_failed_command_the_stored_rows_stay(monkeypatch, stored):
         render_results.main([])
 
 
-def test_rows_of_the_comparison_are_stored_without_the_numbers_of_documents(stored):
+def test_rows_of_the_comparison_are_stored_with_the_values_of_documents(stored):
     row = dict(method="h2o", keep_ratio=0.5, kl=1)
-    more = dict(each=dict(kl=[1]), model="/a/path")
-    render_results.write("all", "x", "y", "z", [row | more])
-    assert render_results.rows("all") == [row]
+    each = dict(kl=[0.12344, 2.0])
+    render_results.write("all", "x", "y", "z", [row | dict(each=each, model="/a")])
+    assert render_results.rows("all") == [row | dict(each=dict(kl=[0.1234, 2.0]))]
+
+
+def test_records_of_questions_are_stored_as_rows_and_shown_beside_a_peer_s(
+    monkeypatch, stored
+):
+    records = []
+    for name, ratio, scores in ("full", None, (1, 1)), ("h2o", 0.25, (1, 0)):
+        for line, score in enumerate(scores):
+            place = dict(setting="agnostic", task="a", line=line, surprise=1.5, kib=8)
+            records.append(dict(method=name, keep_ratio=ratio, score=score) | place)
+    script = f"""
+import json, sys
+print(json.dump(dict(settings={{}}, records={records}), open(sys.argv[-1], "w")))
+"""
+    peer = script.replace("h2o", "kvpress h2o").replace("'full'", "'other'")
+    sections = {}
+    monkeypatch.setattr(render_results, "SECTIONS", sections)
+    monkeypatch.setattr(render_results, "draw_ruler", lambda: None)
+    for name, code in ("ruler", script), ("kvpress", peer):
+        (stored / f"{name}.py").write_text(code)
+        command = f"python {stored}/{name}.py"
+        sections[name] = name, command, "What to see."
+        render_results.run(name)
+    rows = render_results.rows("ruler")
+    assert [row["score"] for row in rows] == [[1, 1], [1, 0]]
+    text = render_results.rendered()
+    first, second = text.split("## kvpress\n")
+    assert "50 ±" in first and "kvpress h2o" not in first
+    lines = [line.split()[0] for line in second.splitlines() if "±" in line]
+    assert {"full", "h2o", "kvpress"} <= {*lines}
 
 
 def test_a_comparison_is_known_by_its_command_and_its_rows():
