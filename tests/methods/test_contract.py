@@ -58,7 +58,7 @@ ONCE = "compactor", *GATED
 # their choice turns on rounding, or on the bytes of a number
 UNLIKE_IN_16_BITS = "semantic", "kv_reviver", "scissorhands"
 # they also keep tokens for other reasons than attention or age
-GAPS = "random", "compactor", "chunk", "key_diff", "head_budgets", *GATED
+GAPS = "random", "compactor", "chunk", "key_diff", *GATED
 
 
 def has(name, words) -> bool:
