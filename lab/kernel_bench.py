@@ -2,7 +2,7 @@
 
     python -m lab.kernel_bench                                        # all sizes: some minutes
     python -m lab.kernel_bench --lengths 8192 --batches 1 16 --json rows.json
-    python -m lab.kernel_bench --methods full ada_kv ada_kv+critical --lengths 32768 --batches 1
+    python -m lab.kernel_bench --methods full snap_kv ada_kv --lengths 32768 --batches 1
 
 Single kernels have the shapes of one layer of an 8-billion Llama 3: 8 key/value heads, 4 query
 heads for each, head dim 128, bf16. Times are medians in µs of CUDA graphs, without the launch from
@@ -58,8 +58,7 @@ def cases(B: int, n: int) -> Iterator[tuple]:
     because they share inputs.
     """
     # here, as Triton runs on Linux only
-    from kernels import decode_attention as decode
-    from kernels import value_norms as norms, window_scores as window
+    from kernels import decode_attention as decode, window_scores as window
 
     H = 8
     G = 4
@@ -111,14 +110,6 @@ def cases(B: int, n: int) -> Iterator[tuple]:
         None,
         half + 4 * B * H * G * n,
         32 * q_by_k,
-    )
-    w_o = draw(H * G * D, H * G, D)
-    yield (
-        "value_norms",
-        lambda: norms.value_norms(v, w_o),
-        None,
-        half,
-        H * G * D * q_by_k,
     )
 
 

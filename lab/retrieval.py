@@ -20,7 +20,6 @@ from nanollm.cache import (
     compress,
     copied,
     crop,
-    evict_while_reading,
     full_layers,
     make_cache,
 )
@@ -63,17 +62,6 @@ def maker(
         return make_cache(model, kind, store, budget=budget, **options)
 
     return make
-
-
-def reading_within(make: Make) -> Make:
-    """Return a function that makes caches which evict while they read, as if they decoded."""
-
-    def ready(tokens: int) -> list[Slots]:
-        caches = make(tokens)
-        evict_while_reading(caches)
-        return caches
-
-    return ready
 
 
 # ---- questions and answers ----

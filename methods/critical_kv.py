@@ -31,7 +31,6 @@ from torch import Tensor
 
 from methods.baselines.snap_kv import SnapKV
 from nanollm.attention import wide
-from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import top
 from nanollm.window import Selection, Window
 
@@ -136,10 +135,6 @@ def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
     v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). The whole of 𝒱, n × d_model, is never in
     memory.
     """
-    fast = kernel_for(v, "value_norms")
-    if fast:
-        return fast(v, w_o)
-
     # In one line, with w_o (d_model, H, G, D):
     #     torch.einsum("bhnd,mhgd->bhgnm", v, w_o).abs().sum(-1)
     # The loop does the same for one head and 1024 tokens at a time, which fit into a core's cache.

@@ -22,7 +22,7 @@ from lab import plot
 from lab.benchmark import standard_error, text_windows
 from lab.continuation import continuation, reference
 from lab.replay import Recorder, feed, record
-from lab.retrieval import maker, reading_within, retrieve
+from lab.retrieval import maker, retrieve
 from lab.tasks import Tasks
 from methods.baselines.h2o import H2O
 from methods.baselines.random_eviction import RandomEviction
@@ -255,6 +255,15 @@ batches = {task: tasks.batch(task, 0, 16, 256) for task in ("needle", "few_shot"
 full = reference(model, text_windows(tasks, 16, 256), 64)
 
 # %%
+def reading_within(make):
+    """Return a function that makes caches which evict while they read."""
+    def ready(tokens):
+        caches = make(tokens)
+        evict_while_reading(caches)
+        return caches
+    return ready
+
+
 budgets, kl = (.5, .25, .125), {}
 for name, (Kind, options, _) in methods.items():
     makes = [reading_within(maker(model, Kind, share, **options)) for share in budgets]

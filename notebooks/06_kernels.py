@@ -3,7 +3,7 @@
 #
 # **Question.** A quarter of the cache should take a quarter of the time. Why does it not in PyTorch, and what does a kernel change?
 #
-# To decode one token, attention reads every cached key and value once. PyTorch loses much of what compression saves: it wants heads of unlike length padded (AdaKV), and writes out weights of which only sums are needed (H2O). A *kernel* is a program that does one job on the GPU without such detours. `kernels/` has kernels for three jobs, in [Triton](https://triton-lang.org). This notebook writes one from the loop up.
+# To decode one token, attention reads every cached key and value once. PyTorch loses much of what compression saves: it wants heads of unlike length padded (AdaKV), and writes out weights of which only sums are needed (H2O). A *kernel* is a program that does one job on the GPU without such detours. `kernels/` has kernels for two jobs, in [Triton](https://triton-lang.org). This notebook writes one from the loop up.
 #
 # Everything runs on a CPU: Triton's interpreter executes kernels with NumPy. It tells right from wrong in 32 bits and in float16, but not fast from slow; section 7 has times of a GPU.
 #
@@ -219,10 +219,9 @@ for tokens in (1024, 4096, 16384):
 # A kernel must move its inputs and outputs through memory once, and do its multiplications. An H100 moves 3.35 TB a second, and its tensor cores do 989 · 10¹² operations in 16 bits. The slower of the two decides. The cell counts both for one token in one key/value head of an 8-billion Llama: 4 query heads a group, head dim 128, 16 bits, 32 queries in the observation window.
 
 # %%
-G, d, w, width, n = 4, 128, 32, 4096, 16_384  # group, head dim, window, d_model, tokens
+G, d, w, n = 4, 128, 32, 16_384  # group, head dim, window, tokens
 jobs = {"decode_attention": (4 * G * d, 4 * d),  # operations; bytes of a key and a value
-        "window_scores": (4 * G * w * d, 4 * d + 4 * G),  # the key twice, a score per query head
-        "value_norms": (2 * G * d * width, 2 * d + 4 * G)}  # a value; a norm per query head
+        "window_scores": (4 * G * w * d, 4 * d + 4 * G)}  # the key twice, a score per query head
 moves, works = 3.35e12, 989e12  # bytes and operations a second, from the data sheet
 print(f"memory and tensor cores are equally slow at {works / moves:.0f} operations a byte")
 for name, (operations, size) in jobs.items():
@@ -237,7 +236,7 @@ figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
 roof = lambda x: min(moves * x, works) / 1e12  # TFLOP/s at x operations a byte
 ends = 1, works / moves, 1e5
 axis.plot(ends, [roof(x) for x in ends], "k-", linewidth=1)
-for (name, (operations, size)), marker in zip(jobs.items(), "osD"):
+for (name, (operations, size)), marker in zip(jobs.items(), "os"):
     x, reached = operations / size, 8 * 8 * n * operations / took[name] / 1e6  # 8 prompts, 8 heads
     axis.plot(x, roof(x), marker, color="C0", markersize=9, markerfacecolor="none")
     share = f"{name}: {reached / roof(x):.0%} of the bound"
@@ -250,7 +249,7 @@ axis.legend(fontsize=8, loc="lower right");
 # %% [markdown]
 # The line and the hollow marks are the bound; the filled marks are what the kernels reached on an H100, with 8 prompts of 16,384 tokens (`python -m lab.kernel_bench`). A large matrix product reaches 75 % of the flat roof there.
 #
-# On the slope, only fewer bytes help: decoding and window scores are there. Value norms are under the flat roof: only fewer multiplications help.
+# Both kernels are on the slope: only fewer bytes help. A large matrix product is under the flat roof: only fewer multiplications help.
 #
 # A fast kernel does not make a fast decoder. On that H100 a step over all of 32,768 tokens takes 14 ms (RESULTS.md, `decoding`). Over a quarter of them a step of AdaKV's takes 52 ms with plain code and 50 ms with kernels. Python launches some twenty small kernels a layer, one after the other, and that takes longer than reading the cache. Compression saves bytes there, and costs time.
 #
@@ -270,5 +269,5 @@ axis.legend(fontsize=8, loc="lower right");
 #    <details><summary>Hint</summary>Blocks are at least 16 × 16: what is in the other 12 rows?</details>
 # 4. Section 6 needs the sum of the weights by slot, a `scatter_add`. Write it as a kernel with `tl.atomic_add`, and check it against `SignedSketch.attend`. Then add in float16.
 #    <details><summary>Hint</summary>Find the number of tokens a slot from which the output is off by more than 1 %.</details>
-# 5. `value_norms` computes $\lVert vW\rVert_1$ for every head. How much less work is the bound $\sqrt{d_{model}}\,\lVert vW\rVert_2$, and how often does CriticalKV then choose other entries?
+# 5. `value_norms` in `methods/critical_kv.py` computes $\lVert vW\rVert_1$ for every head. How much less work is the bound $\sqrt{d_{model}}\,\lVert vW\rVert_2$, and how often does CriticalKV then choose other entries?
 #    <details><summary>Hint</summary>$\lVert vW\rVert_2^2 = v (WW^\top) v^\top$ needs only a D × D matrix.</details>

@@ -42,7 +42,7 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike.
 #
-# Some names below are this repository's own: `kvzip_recent`, which always keeps the newest entries; `question_gates`, whose gates have learned from other questions; `kvzip@4` and `question_gates@4`, which store the kept entries in four bits (any method can: `snap_kv@4`, `h2o@2`); `head_budgets`, which takes each head's budget from one calibration text; and the variants `_semantic` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
+# Some names below are this repository's own: `kvzip_recent`, which always keeps the newest entries; `question_gates`, whose gates have learned from other questions; `kvzip@4` and `question_gates@4`, which store the kept entries in four bits (any method can: `snap_kv@4`, `h2o@2`); and the variants `_semantic` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
 #
 # ## One page of text, four caches
 #
@@ -83,7 +83,7 @@ FAMILIES = {
     "the past": "h2o scissorhands",
     "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",
     "the text": "kvzip kvzip_recent",
-    "learned before": "question_gates kvzip_fast head_budgets",
+    "learned before": "question_gates kvzip_fast",
     "keys, places, chance": "key_diff streaming_llm streaming_llm_absolute random",
     "few bits": "quantized_2 quantized_3 quantized_4 kvzip@4 question_gates@4",
     "everything held": "full",

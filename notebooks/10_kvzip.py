@@ -262,6 +262,6 @@ print("KVzip on built, few-shot. The question's entries that stay, layers 0 to 5
 # 3. How long must the reread be? Let only every second token of the reread count, then every fourth. Which entries are lost first?
 #    <details><summary>Hint</summary><code>attention[..., ::2, :].amax((2, 3))</code>, and compare with <code>kept</code>.</details>
 # 4. How much do two documents differ in the heads that keep most? If hardly, the budgets could be fixed once for a decoder, without any reread.
-#    <details><summary>Hint</summary>Compute the percentages of each head for several rows of <code>batch.tokens</code>. <code>methods/ours/head_budgets.py</code> fixes them once.</details>
+#    <details><summary>Hint</summary>Compute the percentages of each head for several rows of <code>batch.tokens</code>.</details>
 # 5. Train the gates on needle documents in place of plain text. What happens at 6.25 %, on needles and on pairs?
 #    <details><summary>Hint</summary><code>lessons(model, tasks, task_names=("needle",))</code> with <code>Tasks(encoding, "train")</code>, then <code>fit</code> and <code>retrieve</code>.</details>

@@ -38,7 +38,7 @@ model, encoding = load("smollm2")
 LINES = {"few bits": ("quantized_2", "quantized_3", "quantized_4"),
          "Fast KVzip": ("kvzip_fast",),
          "question gates": ("question_gates",), "question gates, four bits": ("question_gates@4",),
-         "head budgets": ("head_budgets",), "KVzip, four bits, read twice": ("kvzip@4",)}
+         "KVzip, four bits, read twice": ("kvzip@4",)}
 SECTIONS = {"smollm2": "smollm2", "built": "all", "learned": "learned"}  # of RESULTS.md
 
 # %%
@@ -58,7 +58,7 @@ for axis, (decoder, section) in zip(axes, SECTIONS.items()):
     axis.grid(alpha=0.3)
 axes[0].set(ylabel="answers kept, of the full cache's")
 handles = axes[0].get_legend_handles_labels()
-figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8);
+figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=8);
 
 # %% [markdown]
 # The grey line is 95 % of the full cache's answers. On SmolLM2 four bits for every token keep as many answers as the full cache, in 39 % of the bytes. Three bits lose a fifth of the needles, and two bits lose more than half of the answers. Fast KVzip keeps all answers with a quarter of the entries, and 61 % with an eighth. Question gates, below, keep all with an eighth of the entries, in 16 bits or in four. On the small decoders the other methods lose less. An accuracy has a standard error of at most 0.09, so a difference of a few percent decides nothing.
@@ -68,26 +68,6 @@ figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8);
 # Fast KVzip's gates imitate KVzip: they keep what the decoder needs to repeat the text. Most of that no question asks for. `question_gates` starts with such gates, and then reads questions about 128 other documents behind caches from which the gates have evicted all but a quarter, an eighth or a sixteenth. Each step moves the gates so that the right answer gets likelier (the derivative is in `methods/ours/question_gates.py`). 300 steps take ten minutes on one core, once for a decoder. The gates ship; to make them again, name a folder: `--calibration FOLDER`.
 #
 # The questions of the figure are worded as those that taught the gates; text, words and numbers are others. No table here says what the gates keep for other kinds of question.
-#
-# ## Which heads, not which tokens
-#
-# KVzip ranks the entries of all heads together. `head_budgets` bets that a head's share belongs to the decoder and not to the text. It measures the shares on one training text, and then lets KeyDiff, a poor method by itself, choose within each head.
-
-# %%
-learned = calibrated(pick(["head_budgets"])["head_budgets"], model, encoding)
-shares = learned["shares"].flatten().sort(descending=True).values
-figure, axis = plt.subplots(figsize=(8, 2.6), layout="constrained")
-axis.bar(range(len(shares)), 25 * shares, color="#0072b2")
-axis.axhline(25, color="0.6", linewidth=1)
-axis.set(xlabel="the 90 key/value heads of SmolLM2, sorted",
-         ylabel="% of its entries\nthat a head keeps")
-print(f"The first 9 of {len(shares)} heads get {shares[:9].sum() / shares.sum():.0%} of all, "
-      f"the last 45 get {shares[45:].sum() / shares.sum():.0%}.")
-
-# %% [markdown]
-# A tenth of the heads gets more than a third of all entries, and half of the heads an eighth. With these budgets, KeyDiff finds 0.59 of the later needles in a quarter of the entries. Alone, with equal budgets, it finds 0.06 (RESULTS.md, `smollm2`).
-#
-# Gates that imitate KVzip choose better: Fast KVzip finds 0.75 of these needles.
 #
 # ## Why two bits break
 #
@@ -134,7 +114,7 @@ def seconds(run, rounds=1):
 prefill(model, text, make_cache(model))  # the first run of a size takes longer
 unit = None
 print("                   reading   bytes    step")
-NAMES = "full quantized_4 kvzip kvzip@4 kvzip_fast question_gates question_gates@4 head_budgets"
+NAMES = "full quantized_4 kvzip kvzip@4 kvzip_fast question_gates question_gates@4"
 for name, variant in pick(NAMES.split()).items():
     options = variant.given(budget=128) | calibrated(variant, model, encoding)
     caches = make_cache(model, variant.kind, variant.store, **options)
@@ -145,7 +125,7 @@ for name, variant in pick(NAMES.split()).items():
     print(f"{name:16}", *(f"{x / y:8.2f}" for x, y in zip(found, unit)))
 
 # %% [markdown]
-# KVzip's reread is its price. Gates and head budgets are learned once, in ten seconds to ten minutes. Then reading takes little longer than with the full cache. On this short text, and one core, hardly a step is faster than the full cache's: weights and small operators take most of the time, heads of different lengths are read one by one, and few bits must become numbers again.
+# KVzip's reread is its price. Gates are learned once, in up to ten minutes. Then reading takes little longer than with the full cache. On this short text, and one core, hardly a step is faster than the full cache's: weights and small operators take most of the time, heads of different lengths are read one by one, and few bits must become numbers again.
 #
 # Where does a step's time go? It reads each weight and each entry once. The decoder's file has 4 bits a weight, and `load` keeps them as they are for steps (`nanollm/block_linear.py`); beside it stands the same decoder in 32 bits. The caches below hold random entries, all of 512 or of 4,096 tokens or a quarter of them. Products with the weights and attention are timed alone; the rest of a step are small operators: norms, rotations, sums, and Python.
 
@@ -253,5 +233,3 @@ for name, keep in ("full", 1), (gates, 0.5), (gates, 0.25), ("snap_kv", 0.25):
 #    <details><summary>Hint</summary>Change <code>bits</code> in the lines of <code>QuantizedSlots</code> that round values (<code>round</code>) and read them (<code>codes</code>).</details>
 # 2. Round the four worst channels of each head to eight bits and the others to two. What does it cost, and what does it save?
 #    <details><summary>Hint</summary>The cell above ranks the channels; <code>quantise</code> takes any part of them.</details>
-# 3. Take the budgets of one decoder's heads from a text of another kind, such as source code. Do they change?
-#    <details><summary>Hint</summary><code>HeadBudgets.calibrate(model, Tasks(encoding, "train", your_text))</code>, from <code>methods/ours/head_budgets.py</code>.</details>

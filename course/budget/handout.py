@@ -205,10 +205,11 @@ for k, u, beta in cases:
 # %%
 from methods.baselines.h2o import H2O
 from methods.scissorhands import Scissorhands
-from lab.claims.scissorhands_measured import newest_share
 from nanollm import TINY, tokenizer
 from nanollm import checkpoint
+from nanollm.cache import evict_while_reading, make_cache
 from lab.benchmark import text_windows
+from lab.replay import feed
 from lab.tasks import Tasks
 
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
@@ -218,7 +219,12 @@ for name, Method, options in (("Scissorhands, m = 64", Scissorhands, {}),
                               ("Scissorhands, m = 1", Scissorhands, m_1),
                               ("Scissorhands, m = 1, w = 16", Scissorhands, m_1 | dict(history=16)),
                               ("H2O", H2O, {})):
-    shares, n = newest_share(model, text, Method, budget=128, **options)
+    caches = make_cache(model, Method, budget=128, **options)
+    evict_while_reading(caches)
+    with torch.no_grad():
+        feed(model, text, caches)
+    n = caches[0].length
+    shares = [(cache.pos >= text.shape[1] - n).float().mean() for cache in caches]
     print(f"{name:28} {n:3} kept, of them the newest {n:3}, by layer:",
           *(f"{x:.2f}" for x in shares))
 

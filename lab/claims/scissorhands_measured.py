@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from lab.kept import held
-from lab.replay import Recorder, feed, record
+from lab.replay import Recorder, record
 from methods.scissorhands import BudgetSlots, Scissorhands
 from methods.theory.persistence import even_shares, persistence_ratio, tail_exponent
 from methods.baselines.rounded import quantise
 from nanollm.attention import probabilities, visible
-from nanollm.cache import Method, evict_while_reading, make_cache
+from nanollm.cache import make_cache
 from nanollm.model import Decoder
 
 
@@ -112,19 +111,3 @@ def observed(model, tokens: Tensor) -> Tensor:
         each = ratio, block_similarity(model, text), exponent, chance
         texts.append(torch.stack([x.cpu() for x in each]))
     return torch.stack(texts, 1)
-
-
-@torch.no_grad()
-def newest_share(
-    model, tokens: Tensor, kind: type[Method], **options
-) -> tuple[list[float], int]:
-    """Return, per layer, the fraction of a head's n entries that are the newest n tokens; and n.
-
-    The caches evict while they read tokens (B, T).
-    """
-    caches = make_cache(model, kind, **options)
-    evict_while_reading(caches)
-    feed(model, tokens, caches)
-    n = caches[0].length
-    newest = held(caches, tokens.shape[1])[..., -n:].sum(-1) / n
-    return newest.mean((0, 2)).tolist(), n

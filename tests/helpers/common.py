@@ -15,7 +15,14 @@ from nanollm import TINY, tokenizer
 from nanollm.checkpoint import to_hf
 from lab import corpus
 from lab.tasks import Tasks
-from nanollm.cache import NEVER, Method, PackedSlots, compress, make_cache
+from nanollm.cache import (
+    NEVER,
+    Method,
+    PackedSlots,
+    compress,
+    evict_while_reading,
+    make_cache,
+)
 from nanollm.model import Config, Decoder
 
 # ---- where kernels run: on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1) ---
@@ -223,6 +230,17 @@ def caches_of(model, variant, **options):
     ends = tokenizer.boundaries(ENCODING, c.vocab_size)
     options = variant.given(gates=gates, ends=ends, **options)
     return make_cache(model, variant.kind, variant.store, **options)
+
+
+def reading_within(make):
+    """Return a function that makes caches which evict while they read."""
+
+    def ready(tokens):
+        caches = make(tokens)
+        evict_while_reading(caches)
+        return caches
+
+    return ready
 
 
 def kept(caches):

@@ -12,7 +12,6 @@ from common import DEVICE, alone, end, interpreter
 pytest.importorskip("triton")  # Linux only
 
 from methods.baselines.ada_kv import AdaKV
-from methods.critical_kv import Critical
 from methods.baselines.h2o import H2O
 from methods.scissorhands import Scissorhands
 from methods.baselines.rounded import RoundedSlots
@@ -58,11 +57,7 @@ class InFewBits(AdaKV):
 ONE, PACKED = "decode_attention.attend_one", "decode_attention.attend_packed"
 WINDOW = dict(budget=16, window_size=8)
 CASES = {
-    "critical ada": (
-        AdaKV,
-        WINDOW | dict(select=Critical()),
-        {"window_scores", "value_norms", PACKED},
-    ),
+    "ada": (AdaKV, WINDOW, {"window_scores", PACKED}),
     # packed heads run in plain code if a method watches, or in few bits
     "watched": (Watched, WINDOW, {"window_scores"}),
     "few bits": (InFewBits, WINDOW, {"window_scores"}),
@@ -141,11 +136,10 @@ def test_ours_are_found_where_the_hubs_kernels_are_installed(typed, tmp_path):
         f"import sys; sys.path.append('{ROOT}')\n"
         "import kernels, torch; from nanollm import kernel_switch as switch\n"
         "switch.on_gpu = lambda x: True\n"
-        "x = torch.ones(1, 1, 2, 16); fast = switch.kernel_for(x, 'value_norms')\n"
-        "print(kernels.theirs, fast(x, x[0]).tolist())\n"
+        "x = torch.ones(1, 1, 2, 16); fast = switch.kernel_for(x, 'window_scores')\n"
+        "print(kernels.theirs, fast(x[None, ..., -1:, :], x).tolist())\n"
         f"print([switch.kernel_file(file).__name__ for file in {files}])"
     )
     done = typed("python", tmp_path / "script.py")
     expected = [f"nanollm_kernels.{file}" for file in files]
-    norms = [[[[16.0, 16.0], [16.0, 16.0]]]]
-    assert done.stdout == f"True {norms}\n{expected}\n", done.stderr
+    assert done.stdout == f"True [[[[0.5]]]]\n{expected}\n", done.stderr

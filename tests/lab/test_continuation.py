@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from common import reading_within
 from lab.continuation import continuation, head_outputs, perturbation, reference
-from lab.retrieval import maker, reading_within
+from lab.retrieval import maker
 from methods.baselines.h2o import H2O
 from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from nanollm.cache import Method, PackedSlots, compress, crop, make_cache

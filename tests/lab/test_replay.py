@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import tasks
+from common import reading_within, tasks
 from lab import retrieval
 from lab.benchmark import Benchmark, replayed_or_read
 from lab.continuation import continuation, reference
 from lab.replay import CannotReplay, Recorder, feed, record, replay
-from lab.retrieval import maker, prompt_and_question, reading_within, retrieve
+from lab.retrieval import maker, prompt_and_question, retrieve
 from methods.baselines.h2o import H2O
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.streaming_llm import StreamingLLM

@@ -5,13 +5,8 @@ import math
 import pytest
 import torch
 
-from common import tasks
-from lab.retrieval import (
-    budget_for,
-    maker,
-    reading_within,
-    retrieve,
-)
+from common import reading_within, tasks
+from lab.retrieval import budget_for, maker, retrieve
 from methods.baselines.h2o import H2O
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.rounded import RoundedSlots

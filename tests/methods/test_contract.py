@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common import SLOT, B, D, Fed, G, H, decoder, dense, feed, once
 from lab.methods_by_name import known_names, pick
+from methods.baselines.compactor import Compactor
 from methods.baselines.kvzip import KVzip
 from nanollm.cache import (
     NEVER,
@@ -58,7 +59,7 @@ ONCE = "compactor", *GATED
 # their choice turns on rounding, or on the bytes of a number
 UNLIKE_IN_16_BITS = "semantic", "kv_reviver", "scissorhands"
 # they also keep tokens for other reasons than attention or age
-GAPS = "random", "compactor", "chunk", "key_diff", "head_budgets", *GATED
+GAPS = "random", "compactor", "chunk", "key_diff", *GATED
 
 
 def has(name, words) -> bool:
@@ -273,7 +274,10 @@ def test_how_the_prompt_is_cut_does_not_matter(name):
 def test_tokens_fed_at_once_act_as_one_by_one_if_a_method_says_that_it_appends(name):
     caches, at_once = run(name, (PROMPT, T - PROMPT))
     method = caches[0].method
-    appends = name[:4] == "full" or isinstance(method, WindowMethod | KVzip)
+    at_end = (
+        WindowMethod | KVzip | Compactor
+    )  # they evict at the end of the prompt alone
+    appends = name[:4] == "full" or isinstance(method, at_end)
     assert method.appends == appends
     if appends:
         _, (_, *singly) = run(name, (PROMPT, *[1] * (T - PROMPT)))

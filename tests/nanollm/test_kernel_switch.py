@@ -50,7 +50,7 @@ def test_a_kernel_is_found_by_its_file_and_name_or_there_is_none(monkeypatch):
     x = torch.zeros(1)
     assert kernel_switch.kernel_for(x, "no such file") is None
     monkeypatch.setattr(kernel_switch, "on_gpu", lambda x: True)
-    file = kernel_switch.kernel_file("value_norms")
-    assert file.__name__ == "nanollm_kernels.value_norms"
-    assert kernel_switch.kernel_for(x, "value_norms") is file.value_norms
-    assert kernel_switch.kernel_for(x, "value_norms", "plain") is file.plain
+    file = kernel_switch.kernel_file("window_scores")
+    assert file.__name__ == "nanollm_kernels.window_scores"
+    assert kernel_switch.kernel_for(x, "window_scores") is file.window_scores
+    assert kernel_switch.kernel_for(x, "window_scores", "plain") is file.plain

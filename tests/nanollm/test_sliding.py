@@ -1,7 +1,6 @@
 """Layers that see the last tokens alone: beside the model's own attention, past what they see."""
 
 from copy import deepcopy
-from types import SimpleNamespace
 
 import pytest
 from pytest import mark
@@ -19,7 +18,6 @@ from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip, Teacher
 from methods.baselines.pyramid_kv import PyramidKV
 from methods.baselines.snap_kv import SnapKV
-from methods.ours.head_budgets import HeadBudgets
 from methods.ours.question_gates import Asked, surprise
 from nanollm.bridge import Bridged, attach
 from nanollm.cache import compress, crop, full_layers, make_cache, rereading
@@ -204,14 +202,6 @@ def test_layers_are_counted_among_those_of_the_method():
     compress(bridged, TOKENS, caches)
     stays = held(caches, T).sum((0, 2, 3))
     assert stays.tolist() == [4 * 12, 4 * 14]
-
-
-def test_calibrations_learn_of_the_method_s_layers():
-    bridged = Bridged(tiny())
-
-    batch = SimpleNamespace(tokens=TOKENS[:1].numpy())
-    tasks = SimpleNamespace(batch=lambda *_: batch)
-    assert HeadBudgets.calibrate(bridged, tasks)["shares"].shape == (2, 2)
 
 
 def test_gates_learn_through_layers_that_slide():
