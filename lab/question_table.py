@@ -47,9 +47,13 @@ def frame_of_rows(rows: list[dict]) -> pd.DataFrame:
 def beside(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     """Return our rows at their keep ratios and on their questions, and below them theirs."""
     names = {name.removeprefix("kvpress ") for name in theirs.method}
-    mine = ours[ours.method.isin(names | {"full"})]
-    mine = mine[mine.line.isin(theirs.line) & mine.keep.isin([*theirs.keep, 100])]
-    return pd.concat((mine[mine.setting.isin(theirs.setting)], theirs))
+    same = (
+        ours.method.isin(names | {"full"})
+        & ours.setting.isin(theirs.setting)
+        & ours.line.isin(theirs.line)
+        & ours.keep.isin([*theirs.keep, 100])
+    )
+    return pd.concat((ours[same], theirs))
 
 
 def wide(frame: pd.DataFrame, of: str) -> pd.DataFrame:
@@ -97,8 +101,13 @@ def points(frame: pd.DataFrame) -> list[dict]:
         mean, error = means(scores.loc[judging(scores)])
         kib = mine.groupby(["method", "keep"]).kib.mean()
         for key in scores:
-            row = {"method": key[0], "live_16": 1024 * kib[key], setting: mean[key]}
-            rows.append(row | {f"mean_{setting}_se": error[key]})
+            row = {
+                "method": key[0],
+                "live_16": 1024 * kib[key],
+                setting: mean[key],
+                f"mean_{setting}_se": error[key],
+            }
+            rows.append(row)
     return rows
 
 
@@ -181,8 +190,8 @@ def texts(mean: pd.Series, error: pd.Series, form: str = ".2f") -> list[str]:
     """Return means and errors as text; "" if there is no mean."""
     cells = []
     for m, e in zip(mean, error):
-        is_there = m == m
-        cells.append(f"{m:{form}} ±{e:{form}}" if is_there else "")
+        text = f"{m:{form}} ±{e:{form}}"
+        cells.append(text if m == m else "")
     return cells
 
 
