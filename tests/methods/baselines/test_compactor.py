@@ -5,7 +5,7 @@ import torch
 
 from common import FREQ, H, alone, end, feed, turn
 from loops import PROMPT, text
-from methods.baselines.compactor import Compactor, leverage
+from methods.baselines.compactor import Compactor
 
 
 def equations(q, k, v, raw):
@@ -50,10 +50,3 @@ def test_kept_tokens_equal_the_equations_and_later_ones_are_appended(cut):
         stays += best.tolist()
         kept = layer.pos[1, h].tolist()
         assert sorted(kept) == sorted(stays)
-
-
-def test_leverage_is_the_diagonal_of_the_projection_on_few_keys():
-    k = text()[1][:, :, :5]
-    x = k - k.mean(2, keepdim=True)
-    U = torch.linalg.svd(x).U[..., :4]  # four directions
-    torch.testing.assert_close(leverage(k), U.square().sum(-1))

@@ -346,17 +346,6 @@ def test_variances_are_at_most_those_of_sizes_and_value_ratios(
 few = st.integers(1, 7)
 
 
-@check("T9", seeds, few, few, st.integers(1, 4))
-def test_value_ratios_are_those_of_the_pairs_formed(seed, n, m, D):
-    v1 = random(n, D, seed=seed)
-    v2 = random(m, D, seed=seed + 1)
-    squares = [torch.linalg.svdvals(x) ** 2 for x in (v1, v2, pairs(v1, v2))]
-    f1, f2, f = (x.sum().item() for x in squares)
-    s1, s2, s = (x.max().item() for x in squares)
-    assert value_ratios(pairs(v1, v2)) == approx((f / s, 0))
-    assert value_ratios(v1, v2) == approx(((f1 * s2 + s1 * f2) / s, f1 * f2 / s))
-
-
 def clusters(k, radius):
     """Return how many keys of k (n, D) are in each cluster."""
     return sub_gen(k, k, radius, 1, 1, seeded(0)).shares[:, 0].tolist()
