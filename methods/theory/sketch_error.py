@@ -14,7 +14,10 @@ from methods.ours.kv_reviver_shrunk import MEDIAN
 # ---- errors of estimates ---
 
 
-def relative_error(estimate: Tensor, true: Tensor) -> float:
+def relative_error(
+    estimate: Tensor,
+    true: Tensor,
+) -> float:
     """Return the squared error of estimates (B, H, n, D) over the variance, mean over heads.
 
     The variance is that of `true` about its mean over tokens. This mean as an estimate has the
@@ -29,7 +32,11 @@ def relative_error(estimate: Tensor, true: Tensor) -> float:
 # ---- the appendix ---
 
 
-def collision_variance(a: float, width: int, rows: int) -> float:
+def collision_variance(
+    a: float,
+    width: int,
+    rows: int,
+) -> float:
     """Return the expected squared error of an estimated number in a signed sketch of `a` tokens.
 
     The sketch has `rows` rows of `width` slots. The tokens' numbers have mean 0 and variance 1. If
@@ -39,7 +46,10 @@ def collision_variance(a: float, width: int, rows: int) -> float:
     return MEDIAN[rows] * (a - 1) / width
 
 
-def printed_bound(a: float, slots: int) -> tuple[float, float]:
+def printed_bound(
+    a: float,
+    slots: int,
+) -> tuple[float, float]:
     """Return the paper's bound πa/N on an estimate's variance for `a` tokens, and e^(−a/N).
 
     The unit is the variance of one token's number; N is the number of slots in all rows. The paper

@@ -37,12 +37,18 @@ def test_lines_become_questions_and_those_of_one_context_a_group(tmp_path, capsy
         (dict(context="a", question="b"), "no 'answers'"),
         (LINE | dict(answers=[]), "answers is"),
         (LINE | dict(answers="lamps"), "answers is"),
-        (LINE | dict(answers=["lamps", " "]), "an answer of"),
+        (
+            LINE | dict(answers=["lamps", " "]),
+            "an answer of",
+        ),
         (LINE | dict(question=" "), "question is empty"),
         (LINE | dict(context=3), "context is no string"),
         (LINE | dict(score="some"), "it must be all or any"),
         (LINE | dict(max_new_tokens=0), "must be at least 1"),
-        (LINE | dict(max_new_tokens=True), "must be at least 1"),
+        (
+            LINE | dict(max_new_tokens=True),
+            "must be at least 1",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_line(tmp_path, wrong, message):
@@ -57,9 +63,11 @@ def test_a_file_without_questions_is_refused(tmp_path):
 
 def test_a_score_is_the_share_of_the_answers_or_whether_there_is_one():
     asked = Question("c", "q", ["Ann", "12"])
-    assert [asked.scored(x) for x in ("", "ANN", "ann has 12", "1 2")] == [0, 0.5, 1, 0]
+    replies = "", "ANN", "ann has 12", "1 2"
+    assert [asked.scored(x) for x in replies] == [0, 0.5, 1, 0]
     asked.score = "any"
-    assert [asked.scored(x) for x in ("", "it is 12", "ann 12")] == [0, 1, 1]
+    replies = "", "it is 12", "ann 12"
+    assert [asked.scored(x) for x in replies] == [0, 1, 1]
 
 
 def test_a_chat_template_stands_around_context_and_question():

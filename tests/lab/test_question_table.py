@@ -19,17 +19,28 @@ def records():
     for name, ratio in ("full", None), ("h2o", 0.25):
         for task, scores in SCORES[name].items():
             for line, score in zip(LINES[task], scores):
-                place = dict(method=name, keep_ratio=ratio, setting="agnostic")
-                place |= dict(task=task, line=line, prompt=9, reply="x")
-                made.append(place | dict(score=score, surprise=2 * line, kib=line))
+                record = dict(
+                    setting="agnostic",
+                    method=name,
+                    keep_ratio=ratio,
+                    task=task,
+                    line=line,
+                    score=score,
+                    surprise=2 * line,
+                    kib=line,
+                )
+                made.append(record)
     return sorted(made, key=lambda record: -record["line"])
 
 
 def over_tasks(values):
     """Return mean and standard error of {task: numbers}; tasks count alike."""
-    errors = [stdev(x) / len(x) ** 0.5 for x in values.values()]
-    mean = fmean(map(fmean, values.values()))
-    return mean, sum(error**2 for error in errors) ** 0.5 / len(errors)
+    means = []
+    square = 0
+    for x in values.values():
+        means.append(fmean(x))
+        square += stdev(x) ** 2 / len(x)
+    return fmean(means), square**0.5 / len(means)
 
 
 def test_means_are_over_tasks_and_errors_over_questions():
@@ -41,15 +52,20 @@ def test_means_are_over_tasks_and_errors_over_questions():
 
 
 def test_shares_of_the_full_cache_are_paired_by_question():
-    share, error = shares(wide(frame_of(records()), "score"))
-    full, h2o = SCORES["full"], SCORES["h2o"]
-    expected = over_tasks(h2o)[0] / over_tasks(full)[0]
+    table = wide(frame_of(records()), "score")
+    share, error = shares(table)
+    full = SCORES["full"]
+    h2o = SCORES["h2o"]
+    mean, _ = over_tasks(full)
+    expected = over_tasks(h2o)[0] / mean
     rest = {}
     for task in full:
-        rest[task] = [x - expected * y for x, y in zip(h2o[task], full[task])]
+        pairs = zip(h2o[task], full[task])
+        rest[task] = [x - expected * y for x, y in pairs]
     assert share["h2o", 25] == pytest.approx(expected)
-    assert error["h2o", 25] == pytest.approx(over_tasks(rest)[1] / over_tasks(full)[0])
-    assert (share["full", 100], error["full", 100]) == (1, 0)
+    assert error["h2o", 25] == pytest.approx(over_tasks(rest)[1] / mean)
+    assert share["full", 100] == 1
+    assert error["full", 100] == 0
 
 
 def test_stored_rows_give_the_frame_again():
@@ -65,9 +81,15 @@ def test_stored_rows_give_the_frame_again():
 def test_a_task_that_the_full_cache_cannot_do_is_not_in_the_mean():
     text = question_table.show(frame_of(records()), "h2o")
     assert "The full cache answers only 0.10 of c" in text
-    full, h2o = ({task: SCORES[name][task] for task in "ab"} for name in SCORES)
-    pairs = {task: [x - y for x, y in zip(h2o[task], full[task])] for task in h2o}
-    nats = {task: [2 * line for line in LINES[task]] for task in h2o}
+    full = {}
+    h2o = {}
+    pairs = {}
+    nats = {}
+    for task in "ab":
+        full[task] = SCORES["full"][task]
+        h2o[task] = SCORES["h2o"][task]
+        pairs[task] = [x - y for x, y in zip(h2o[task], full[task])]
+        nats[task] = [2 * line for line in LINES[task]]
     (line,) = [x for x in text.splitlines() if x.startswith("h2o") and "%" in x]
     for values in h2o, pairs, nats:
         assert "{:.2f} ±{:.2f}".format(*over_tasks(values)) in line
