@@ -120,7 +120,7 @@ def compare(args: Namespace):
         command_line.check_output(args.csv, "records", is_csv)
     comparison = QuestionComparison(args)
     lengths = comparison.lengths()
-    records = earlier(args, comparison.settings, stored) if args.resume else []
+    records = earlier(args, comparison.settings, stored) if args.resume else {}
     jobs = comparison.jobs(min(lengths))
     items = missing(comparison.contexts, jobs, records)
 
@@ -133,15 +133,14 @@ def compare(args: Namespace):
     began = time.time()
     results = comparison.results(items)
     for found in tqdm(results, "contexts", len(items), disable=None, leave=False):
-        records += found
+        records |= by_key(found)
         if args.json:
-            data = dict(settings=comparison.settings, records=records)
+            data = dict(settings=comparison.settings, records=[*records.values()])
             text = json.dumps(data, indent=0, ensure_ascii=False).encode()
             stored = command_line.replace(args.json, text, stored)
-    rank = {job: i for i, job in enumerate(jobs)}
-    records = [record for record in records if job_of(record) in rank]
-    records.sort(key=lambda record: (rank[job_of(record)], record["line"]))
-    frame = question_table.frame_of(records)
+    lines = [question.line for question in comparison.questions]
+    in_order = [records[(*job, line)] for job in jobs for line in lines]
+    frame = question_table.frame_of(in_order)
     if args.csv:
         command_line.replace(args.csv, frame.to_csv(index=False).encode())
     print(f"\n{question_table.show(frame, args.against)}")
@@ -156,14 +155,16 @@ def compare(args: Namespace):
     print(f"\n{len(jobs)} rows in {seconds:.0f} s; figure in {args.figure}")
 
 
-def job_of(record: dict) -> tuple:
-    return record["setting"], record["method"], record["keep_ratio"]
+def by_key(records: list[dict]) -> dict[tuple, dict]:
+    """Return records by setting, method, keep ratio and line."""
+    names = "setting", "method", "keep_ratio", "line"
+    return {tuple(record[name] for name in names): record for record in records}
 
 
-def earlier(args: Namespace, settings: dict, stored: bytes) -> list[dict]:
+def earlier(args: Namespace, settings: dict, stored: bytes) -> dict[tuple, dict]:
     """Return the records of --json. ValueError if they have other settings."""
     if not stored:
-        return []
+        return {}
     found = json.loads(stored)
     for name, x in settings.items():
         if found["settings"][name] != x:
@@ -171,15 +172,14 @@ def earlier(args: Namespace, settings: dict, stored: bytes) -> list[dict]:
                 f"the records in {args.json} were measured with {name} "
                 f"{found['settings'][name]}, not {x}; give the same, or name another file"
             )
-    return found["records"]
+    return by_key(found["records"])
 
 
-def missing(groups: list[list[Question]], jobs: list, records: list[dict]) -> list:
+def missing(groups: list[list[Question]], jobs: list, records: dict) -> list:
     """Return each context's number with the jobs that lack a record of one of its lines."""
-    done = {(*job_of(record), record["line"]) for record in records}
     items = []
     for i, some in enumerate(groups):
-        left = [job for job in jobs if any((*job, q.line) not in done for q in some)]
+        left = [job for job in jobs if any((*job, q.line) not in records for q in some)]
         if left:
             items.append((i, left))
     return items

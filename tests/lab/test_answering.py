@@ -103,16 +103,24 @@ def test_a_batch_may_be_divided(built, encoder, monkeypatch):
     assert answered(built, encoder, ASKED, jobs) == whole
 
 
+class Other(KVzip):
+    def scores(self, *of):
+        return [-score for score in super().scores(*of)]
+
+
 def test_kvzip_scores_a_prompt_once_for_all_budgets(built, encoder, monkeypatch):
     scored = []
     scores = KVzip.scores
     note = lambda *of: scored.append(1) or scores(*of)
     monkeypatch.setattr(KVzip, "scores", note)
     jobs = jobs_of(built, "kvzip", "kvzip@4")
-    jobs += jobs_of(built, "kvzip", "kvzip@4", ratio=0.5)
-    first, rounded, second, _ = answered(built, encoder, ASKED[:1], dict(agnostic=jobs))
-    assert len(scored) == 1
+    jobs += jobs_of(built, "kvzip", ratio=0.5)
+    other = Job("other", 0.25, maker(built, Other, 0.25))
+    jobs = dict(agnostic=[*jobs, other])
+    first, rounded, second, last = answered(built, encoder, ASKED[:1], jobs)
+    assert len(scored) == 2
     assert rounded["kib"] < first["kib"] < second["kib"]
+    assert last["surprise"] != first["surprise"]  # its own scores
 
 
 def test_a_reply_ends_at_a_special_token_or_after_its_most_tokens(built, encoder):

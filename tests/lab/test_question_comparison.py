@@ -68,6 +68,11 @@ def test_a_run_goes_on_with_what_its_file_lacks(checkpoint, capsys, monkeypatch)
     table = lambda out: out[out.index("agnostic") : out.index(" rows in")]
     assert table(capsys.readouterr().out) == table(before)
     assert asked == []
+    file = json.loads(Path("r.json").read_text())
+    file["records"] = [x for x in file["records"] if x["line"] != 4]
+    Path("r.json").write_text(json.dumps(file))
+    main(arguments(checkpoint, "--methods h2o --keep 50 --resume"))
+    assert asked.pop() == (3, ["full", "h2o"])
     main(arguments(checkpoint, "--methods h2o tova --keep 50 --resume"))
     assert asked == [(1, ["tova"]), (3, ["tova"]), (5, ["tova"])]
     write(LINES[:4])

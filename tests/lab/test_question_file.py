@@ -45,10 +45,6 @@ def test_lines_become_questions_and_those_of_one_context_a_group(tmp_path, capsy
         (LINE | dict(context=3), "context is no string"),
         (LINE | dict(score="some"), "it must be all or any"),
         (LINE | dict(max_new_tokens=0), "must be at least 1"),
-        (
-            LINE | dict(max_new_tokens=True),
-            "must be at least 1",
-        ),
     ],
 )
 def test_a_mistake_is_named_with_its_line(tmp_path, wrong, message):
