@@ -2,7 +2,10 @@
 
 import csv
 import json
+import os
 from pathlib import Path
+import signal
+from threading import Timer
 
 import pytest
 
@@ -124,16 +127,7 @@ def test_two_workers_of_a_cluster_give_the_same_table_though_one_is_lost(
         given = f"--questions {files[0]} --json {files[1]} --csv {files[2]}"
         given += f" --figure {files[3]} --model {checkpoint} {options}"
         pids = iter([worker.pid for worker in two.workers.values()])
-        kill_soon(next(pids))
+        Timer(3, os.kill, (next(pids), signal.SIGKILL)).start()
         main([*given.split(), "--scheduler", two.scheduler_address])
     monkeypatch.chdir(here)
     assert json.loads(Path("r.json").read_text()) == alone
-
-
-def kill_soon(pid):
-    """Kill a process in three seconds."""
-    import os
-    import signal
-    from threading import Timer
-
-    Timer(3, os.kill, (pid, signal.SIGKILL)).start()
