@@ -39,6 +39,12 @@ def rows_of(frame: pd.DataFrame) -> list[dict]:
     return rows.reset_index().to_dict("records")
 
 
+def without(rows: list[dict], earlier: list[dict]) -> list[dict]:
+    """Return the rows of which there is no earlier one; each command measures the full cache."""
+    known = {tuple(row[name] for name in ROW) for row in earlier}
+    return [row for row in rows if tuple(row[name] for name in ROW) not in known]
+
+
 def frame_of_rows(rows: list[dict]) -> pd.DataFrame:
     """Return the frame of stored rows."""
     return pd.DataFrame(rows).explode(EACH, ignore_index=True)
@@ -114,8 +120,11 @@ def points(frame: pd.DataFrame) -> list[dict]:
 # ---- as text ----
 
 
-def show(frame: pd.DataFrame, against: str | None = None) -> str:
-    """Return the tables of each setting: shares of the full cache's mean, then all numbers."""
+def show(frame: pd.DataFrame, against: str | None = None, short: bool = False) -> str:
+    """Return the tables of each setting: shares of the full cache's mean, then all numbers.
+
+    short: of several keep ratios, only those at 12.5 %.
+    """
     parts = []
     for setting, mine in frame.groupby("setting", sort=False):
         scores = wide(mine, "score")
@@ -125,7 +134,9 @@ def show(frame: pd.DataFrame, against: str | None = None) -> str:
         if judges:
             matrix = shown(percentages(scores.loc[judges]))
             parts.append(f"Mean in percent of the full cache's:\n{matrix}")
-        parts.append(shown(numbers(mine, scores, judges, against)))
+        if short and mine.keep.nunique() > 2:
+            mine = mine[mine.keep.isin([100, 12.5])]
+        parts.append(shown(numbers(mine, judges, against)))
         for task in mine.task.unique():
             if task not in judges:
                 full = scores.loc[task][FULL].mean()
@@ -148,11 +159,11 @@ def percentages(x: pd.DataFrame) -> pd.DataFrame:
 
 def numbers(
     frame: pd.DataFrame,
-    scores: pd.DataFrame,
     judges: list[str],
     against: str | None,
 ) -> pd.DataFrame:
     """Return a line for each method at each keep ratio."""
+    scores = wide(frame, "score")
     tasks = [*frame.task.unique()]
     # without the words that all tasks begin with: niah_single_1 → single_1
     n = commonprefix(tasks).rfind("_") + 1 if len(tasks) > 1 else 0
@@ -202,4 +213,5 @@ def shown(cells: pd.DataFrame) -> str:
         return f"{x:g} %" if isinstance(x, float) else x
 
     cells = cells.rename(index=percent, columns=percent)
-    return cells.rename_axis(index=str, columns=lambda name: None).to_string()
+    text = cells.rename_axis(columns=lambda name: None).to_string()
+    return "\n".join(line.rstrip() for line in text.splitlines())

@@ -83,7 +83,7 @@ def run(name: str):
         new = json.loads(part.read_text())
         if "records" in new:
             frame = question_table.frame_of(new["records"])
-            new = question_table.rows_of(frame)
+            new = question_table.without(question_table.rows_of(frame), measured)
         elif isinstance(new, dict):
             machine = new["machine"]
             new = new["rows"]
@@ -131,7 +131,7 @@ def shown(command: str, found: list[dict]) -> str:
         if "kvpress" in command:
             ours = question_table.frame_of_rows(rows("ruler"))
             frame = question_table.beside(ours, frame)
-        return question_table.show(frame)
+        return question_table.show(frame, short=True)
     if "keep_ratio" in found[0]:  # the comparison; the file has all keep ratios
         quarter = [row for row in found if row["keep_ratio"] in (None, 0.25)]
         lines = [table.show(row, short=True) for row in quarter]

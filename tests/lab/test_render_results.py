@@ -80,7 +80,7 @@ print(json.dump(dict(settings={{}}, records={records}), open(sys.argv[-1], "w"))
     for name, code in ("ruler", script), ("kvpress", peer):
         (stored / f"{name}.py").write_text(code)
         command = f"python {stored}/{name}.py"
-        sections[name] = name, command, "What to see."
+        sections[name] = name, f"{command} && {command}", "What to see."
         render_results.run(name)
     rows = render_results.rows("ruler")
     assert [row["score"] for row in rows] == [[1, 1], [1, 0]]
