@@ -258,7 +258,7 @@ compare(f"--questions {folder}/shop.jsonl --figure {folder}/shop.png --model {MO
         "--methods snap_kv kvzip quantized_2".split())
 
 # %% [markdown]
-# `- full` is the difference to the full cache, paired by question. SHOPTEXT
+# `- full` is the difference to the full cache, paired by question. Four questions decide little: SnapKV and two bits lose one each, which is within the error. A hundred begin to tell. −log p of the right answer moves before an answer turns wrong.
 #
 # ## When the comparison means nothing
 #

@@ -84,7 +84,7 @@ scores = question_table.wide(ruler[ruler.setting == "agnostic"], "score")
 print(question_table.shown(question_table.percentages(scores)))
 
 # %% [markdown]
-# RULERTEXT
+# With an eighth of the entries, KVzip, its imitation Fast KVzip and the gates keep about the same. With less they part: KVzip keeps what repeats the whole text, and the gates keep what answers. A thirty-second of the entries is 27 tokens a head, and keeps three quarters of the score; stored in four bits (`question_gates@4`), it is 1 % of the full cache's bytes. The gates lose where four answers are asked for at once (RESULTS.md, `ruler`). SnapKV, AdaKV and ChunkKV score the entries by the text's last queries, which do not know what will be asked. Compactor takes keys unlike the others, and needs a quarter of them.
 #
 # ## Why two bits break
 #
@@ -254,7 +254,7 @@ compare(f"--questions {folder}/velm.jsonl --figure {folder}/velm.png --model smo
 # ## Three things to remember
 #
 # 1. One reading is enough. With an eighth of the entries, gates that have learned from questions answer as many such questions as the full cache, on three decoders. Four bits on top change little.
-# 2. RULERREMEMBER
+# 2. What these gates learned carries over to RULER's questions, which they never saw. It need not carry over to yours; keeping everything in four bits loses little of anything.
 # 3. Ask your own questions before you trust a share. What is lost comes back as a fluent mistake.
 #
 # ## Exercises
