@@ -18,7 +18,7 @@ KiB        size of one text's compressed cache, with 16-bit numbers
 of a task  share of the answers that the reply contains, ± one standard error
 mean       over the tasks of which the full cache answers half or more
 - full     difference to the full cache, paired by question
--log p     of the right answer, in nats a token, over the same tasks"""
+-log p     of the right answer, in nats a token, over all tasks"""
 FULL = "full", 100.0
 ROW = ["setting", "method", "keep", "task"]
 EACH = ["line", "score", "surprise"]
@@ -172,16 +172,14 @@ def numbers(
     cells["KiB"] = [f"{kib[key]:.0f}".replace("nan", "") for key in scores]
     for task in tasks:
         cells[task[n:]] = texts(*means(scores.loc[[task]]))
-    if not judges:
-        return cells
-
-    mine = scores.loc[judges]
-    cells["mean"] = texts(*means(mine))
-    cells["- full"] = texts(*means(mine.sub(mine[FULL], axis=0)))
-    if against:
-        same = {key: rival(mine, key, against) for key in mine}
-        cells[f"- {against}"] = texts(*means(mine - pd.DataFrame(same)))
-    surprise = wide(frame, "surprise").loc[judges]
+    if judges:
+        mine = scores.loc[judges]
+        cells["mean"] = texts(*means(mine))
+        cells["- full"] = texts(*means(mine.sub(mine[FULL], axis=0)))
+        if against:
+            same = {key: rival(mine, key, against) for key in mine}
+            cells[f"- {against}"] = texts(*means(mine - pd.DataFrame(same)))
+    surprise = wide(frame, "surprise")
     cells["-log p"] = texts(*means(surprise))
     more = surprise.sub(surprise[FULL], axis=0)
     cells["-log p - full"] = texts(*means(more))

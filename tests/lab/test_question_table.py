@@ -89,7 +89,8 @@ def test_a_task_that_the_full_cache_cannot_do_is_not_in_the_mean():
         full[task] = SCORES["full"][task]
         h2o[task] = SCORES["h2o"][task]
         pairs[task] = [x - y for x, y in zip(h2o[task], full[task])]
-        nats[task] = [2 * line for line in LINES[task]]
+    for task, lines in LINES.items():
+        nats[task] = [2 * line for line in lines]
     (line,) = [x for x in text.splitlines() if x.startswith("h2o") and "%" in x]
     for values in h2o, pairs, nats:
         assert "{:.2f} ±{:.2f}".format(*over_tasks(values)) in line
