@@ -41,8 +41,12 @@ def rows_of(frame: pd.DataFrame) -> list[dict]:
 
 def without(rows: list[dict], earlier: list[dict]) -> list[dict]:
     """Return the rows of which there is no earlier one; each command measures the full cache."""
-    known = {tuple(row[name] for name in ROW) for row in earlier}
-    return [row for row in rows if tuple(row[name] for name in ROW) not in known]
+
+    def place(row: dict) -> list:
+        return [row[name] for name in ROW]
+
+    known = [place(row) for row in earlier]
+    return [row for row in rows if place(row) not in known]
 
 
 def frame_of_rows(rows: list[dict]) -> pd.DataFrame:
@@ -177,8 +181,11 @@ def numbers(
         cells["mean"] = texts(*means(mine))
         cells["- full"] = texts(*means(mine.sub(mine[FULL], axis=0)))
         if against:
-            same = {key: rival(mine, key, against) for key in mine}
-            cells[f"- {against}"] = texts(*means(mine - pd.DataFrame(same)))
+            same = {}
+            for key in mine:
+                same[key] = rival(mine, key, against)
+            less = mine - pd.DataFrame(same)
+            cells[f"- {against}"] = texts(*means(less))
     surprise = wide(frame, "surprise")
     cells["-log p"] = texts(*means(surprise))
     more = surprise.sub(surprise[FULL], axis=0)

@@ -14,6 +14,7 @@ import time
 import matplotlib.pyplot as plt
 import torch
 
+# %%
 from lab import question_table
 from lab.ask import answer, around
 from lab.compare import main as compare
