@@ -17,7 +17,6 @@ from lab.methods_by_name import one_line
 from lab.question_file import Encoder, Question
 from lab.replay import CannotReplay, Recorder, Recording, feed, record, replay
 from lab.retrieval import Make
-from lab.table import label
 from methods.baselines.kvzip import KVzip
 from nanollm.attention import wide
 from nanollm.cache import (
@@ -57,16 +56,16 @@ def answered(
 ) -> list[dict]:
     """Return a record of each question, setting and job. The questions have one context.
 
-    jobs: by setting.
+    jobs: by setting. Of a method that fails there is a record with the `error` in its place.
     """
     device = model.embed.weight.device
     context = encoder.context(questions[0].context).to(device)
     recorder = make_cache(model, store=Recorder)
     recordings = [record(model, recorder, context, PIECE)]
     before = []
-    if "agnostic" in jobs:
-        before = compressed(model, context, recordings, jobs["agnostic"])
     records = []
+    if "agnostic" in jobs:
+        before = compressed(model, context, recordings, jobs["agnostic"], records)
     for question in questions:
         asked, lead, answer = (x.to(device) for x in encoder.question(question))
         later = torch.cat((asked, lead), 1)
@@ -74,7 +73,8 @@ def answered(
         if "aware" in jobs:
             known = record(model, copied(recorder), asked, PIECE)
             prompt = torch.cat((context, asked), 1)
-            mine = compressed(model, prompt, [*recordings, known], jobs["aware"])
+            both = [*recordings, known]
+            mine = compressed(model, prompt, both, jobs["aware"], records)
             records += replies(model, encoder, question, "aware", mine, lead, answer)
     return records
 
@@ -83,9 +83,13 @@ def answered(
 
 
 def compressed(
-    model, prompt: Tensor, recordings: list[list[Recording]], jobs: list[Job]
+    model,
+    prompt: Tensor,
+    recordings: list[list[Recording]],
+    jobs: list[Job],
+    records: list[dict],
 ) -> list[Compressed]:
-    """Return all jobs' caches of a prompt (1, T). ValueError, with its name, if a method fails."""
+    """Return all jobs' caches of a prompt (1, T). Note in `records` which methods fail."""
     T = prompt.shape[1]
     scores = {}  # by method
     found = []
@@ -95,8 +99,9 @@ def compressed(
             share_scores(model, prompt, caches, scores, job.method.partition("@")[0])
             compress(model, prompt, caches)
         except Exception as error:
-            line = f"{label(job.method, job.keep_ratio)}: {one_line(error)}"
-            raise ValueError(line) from error
+            place = dict(method=job.method, keep_ratio=job.keep_ratio)
+            records.append(place | dict(error=one_line(error)))
+            continue
         kib = bytes_in_16_bits(caches) / 1024
         found.append(Compressed(job, caches, kib, T))
     return found

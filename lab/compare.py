@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from lab import command_line, table
 
+NO_FILE = "--resume continues the rows of a file; name it with --json"
 ALL_RATIOS = [50, 25, 12.5, 6.25]  # keep ratios in percent, if not told otherwise
 
 
@@ -109,7 +110,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         metavar="PERCENT",
         help="keep ratios: the budget of each head, its observation window included, as a "
         "percentage of the prompt's tokens (25 is kvpress's compression_ratio 0.75); "
-        "default 50 25 12.5 6.25 (short table: 25)",
+        "default 50 25 12.5 6.25 (short table and --questions: 25)",
     )
     parser.add_argument(
         "--l1",
@@ -141,7 +142,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "--json",
         type=Path,
         metavar="FILE",
-        help="file to write the rows to, after each row",
+        help="file to write the rows to, after each row; with --questions the records, after "
+        "each context",
     )
     parser.add_argument(
         "--resume",
@@ -164,8 +166,10 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         )
     if args.questions:
         return checked_questions(args)
-    if args.csv or args.scheduler or args.against:
-        raise ValueError("--csv, --scheduler and --against need --questions FILE")
+    if args.csv or args.scheduler or args.against or args.settings:
+        raise ValueError(
+            "--csv, --scheduler, --against and --settings need --questions FILE"
+        )
     args.short = not (
         args.all or args.methods or args.keep or args.l1 or args.tasks != "standard"
     )
@@ -175,7 +179,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         (4 if args.short else 32) if args.documents is None else args.documents
     )
     if args.resume and not args.json:
-        raise ValueError("--resume continues the rows of a file; name it with --json")
+        raise ValueError(NO_FILE)
     for percent in args.keep:
         command_line.check_keep(percent)
     return args
@@ -194,9 +198,8 @@ def question_options(parser):
         "--settings",
         nargs="+",
         choices=("agnostic", "aware"),
-        default=["agnostic"],
         help="with --questions: agnostic, the question comes after the compression; aware, "
-        "it is compressed too; default agnostic",
+        "the question is compressed with the context; default agnostic",
     )
     parser.add_argument(
         "--against",
@@ -225,16 +228,17 @@ def checked_questions(args: argparse.Namespace) -> argparse.Namespace:
         documents=args.documents,
         text=args.text,
         l1=args.l1,
+        seed=args.seed,
     )
     for name, is_given in others.items():
         if is_given:
             raise ValueError(
                 f"--{name} is of the tasks that are made here; --questions has its own"
             )
-    if args.against and args.methods and args.against not in args.methods:
-        raise ValueError(f"--against {args.against} is not among --methods; add it")
+    if args.resume and not args.json:
+        raise ValueError(NO_FILE)
     args.keep = [*dict.fromkeys(args.keep or [25])]
-    args.settings = [*dict.fromkeys(args.settings)]
+    args.settings = [*dict.fromkeys(args.settings or ["agnostic"])]
     for percent in args.keep:
         command_line.check_keep(percent)
     return args

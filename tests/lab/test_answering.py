@@ -142,8 +142,11 @@ def test_a_method_that_fails_is_named(built, encoder):
     def broken(tokens):
         raise IndexError("no slot")
 
-    with pytest.raises(ValueError, match="mine at 25 %: IndexError: no slot"):
-        answered(built, encoder, ASKED, dict(agnostic=[Job("mine", 0.25, broken)]))
+    jobs = [*jobs_of(built, "full"), Job("mine", 0.25, broken)]
+    failed, *records = answered(built, encoder, ASKED, dict(agnostic=jobs))
+    error = "IndexError: no slot"
+    assert failed == dict(method="mine", keep_ratio=0.25, error=error)
+    assert len(records) == len(ASKED)
 
 
 def test_layers_that_slide_answer_as_alone():

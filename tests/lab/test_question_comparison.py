@@ -87,10 +87,9 @@ def test_a_run_goes_on_with_what_its_file_lacks(checkpoint, capsys, monkeypatch)
     "options, message",
     [
         ("--lengths 64", "--lengths is of the tasks"),
-        ("--documents 2", "--documents is of the tasks"),
-        ("--l1", "--l1 is of the tasks"),
-        ("--methods h2o --against tova", "--against tova is not among --methods"),
+        ("--methods h2o --against tova", "--against tova is not among the methods"),
         ("--keep 0", "--keep is 0"),
+        ("--resume --json new.json --seed 3", "--seed is of the tasks"),
         ("--keep 0.1 --methods h2o", "h2o at 0.1 % of .* tokens: budget 0"),
         ("--methods h2o --json q.jsonl", "holds something else than the records"),
         ("--methods h2o --csv q.jsonl", "holds something else than the records"),
@@ -108,7 +107,7 @@ def test_a_line_that_the_model_cannot_read_is_named(checkpoint, capsys):
 
 
 def test_options_of_questions_need_a_file(capsys):
-    for option in "--csv x.csv", "--against h2o", "--scheduler tcp://x:1":
+    for option in "--csv x.csv", "--against h2o", "--settings aware":
         refused(capsys, option.split(), "need --questions FILE")
 
 

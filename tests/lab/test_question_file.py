@@ -33,7 +33,6 @@ def test_lines_become_questions_and_those_of_one_context_a_group(tmp_path, capsy
     "wrong, message",
     [
         ("{", "no JSON"),
-        ("[]", "no JSON object"),
         (dict(context="a", question="b"), "no 'answers'"),
         (LINE | dict(answers=[]), "answers is"),
         (LINE | dict(answers="lamps"), "answers is"),
@@ -42,7 +41,6 @@ def test_lines_become_questions_and_those_of_one_context_a_group(tmp_path, capsy
             "an answer of",
         ),
         (LINE | dict(question=" "), "question is empty"),
-        (LINE | dict(context=3), "context is no string"),
         (LINE | dict(score="some"), "it must be all or any"),
         (LINE | dict(max_new_tokens=0), "must be at least 1"),
     ],

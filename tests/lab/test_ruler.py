@@ -14,7 +14,6 @@ from lab import ruler
 from lm_eval.tasks.ruler import niah_utils
 
 TOKENS = 1300
-FIELDS = ruler.FIELDS | {"answer_prefix", "task", "max_new_tokens"}
 NEEDLE = "One of the special magic {} for {} is: {}."
 
 
@@ -43,7 +42,7 @@ def test_a_line_has_its_fields_and_its_answers_are_in_its_context(lines):
     found = lines(" ".join(ruler.OFFLINE), documents=1)
     assert [x["task"].strip("*") for x in found] == ruler.OFFLINE
     for x in found:
-        assert {*x} - {"haystack"} == FIELDS
+        assert {*x} - {"haystack"} == ruler.FIELDS
         assert x["context"].endswith("\n") and "\n" not in x["question"]
         assert x["question"].split()[0] in ("What", "Question:")
         assert ("haystack" in x) == x["task"].endswith("*")

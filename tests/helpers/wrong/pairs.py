@@ -38,15 +38,15 @@ WRONG = [
     (
         "new",
         "leaves out the pairs (n − 1, b)",
-        ", x[:, :, -1:] * y[:, :, :-1]), 2)",
-        ",), 2)",
+        "(left, right), -2)",
+        "(left,), -2)",
     ),
-    ("new", "concatenates over heads", "), 2)", "), 1)"),
+    ("new", "concatenates over heads", "right), -2)", "right), 1)"),
     (
         "new",
         "exchanges x and y",
-        "x * y[:, :, -1:], x[:, :, -1:] * y[:, :, :-1]",
-        "y * x[:, :, -1:], y[:, :, -1:] * x[:, :, :-1]",
+        "torch.cat((left, right), -2)",
+        "torch.cat((y * x[..., -1:, :], y[..., -1:, :] * x[..., :-1, :]), -2)",
     ),
     (
         "factored",
