@@ -57,6 +57,12 @@ class Batch:
         return np.argmax(stated, 0)
 
 
+def lines_of(split: str) -> set[str]:
+    """Return the lines of a split's text, without white space at their ends."""
+    documents = corpus.text(split)
+    return {line.strip() for text in documents for line in text.splitlines()}
+
+
 class Tasks:
     """The tasks of one split with one tokenizer.
 
@@ -64,8 +70,8 @@ class Tasks:
     your own text around the facts, in place of the split's.
 
     Each task is a method (rng, T, ...) that returns tokens and roles, (T,) each. rng is a NumPy
-    generator. Keys are English words, and values are four-digit numbers. Training uses no keys or
-    values of the test.
+    generator. Keys are English words, and values are four-digit numbers. Training uses no keys,
+    values or lines of the test, and draws other places, labels and orders.
     """
 
     KNOWN = "needle", "pairs", "few_shot", "copy", "plain"
@@ -110,10 +116,13 @@ class Tasks:
         return [ids for ids in encoded if len(ids) == chosen]
 
     def lines_of_kinds(self):
-        """Return for each kind in LINE_KINDS the source lines of 4 to 12 tokens."""
-        lines = set()
-        for document in corpus.text(self.split):
-            lines.update(map(str.strip, document.splitlines()))
+        """Return for each kind in LINE_KINDS the source lines of 4 to 12 tokens.
+
+        Lines that both splits have, such as "import os", are the test's alone.
+        """
+        lines = lines_of(self.split)
+        if self.split == "train":
+            lines = lines - lines_of("test")
         kinds = []
         for start in LINE_KINDS:
             of_kind = sorted(line for line in lines if line.startswith(start))
@@ -314,7 +323,8 @@ class Tasks:
             raise ValueError(f"task {task!r} is unknown; known are {known}")
         check_seed(seed)
         whole("documents", B, 1)
-        rng = np.random.default_rng(seed)
+        # else training would draw the depths, labels and orders of the test
+        rng = np.random.default_rng([seed, 1] if self.split == "train" else seed)
         make = getattr(self, task)
         return (make(rng, T, **options) for _ in count())
 

@@ -95,6 +95,17 @@ def test_pairs_are_determined_by_its_facts(pairs, questions):
         assert [table[key] for key in keys] == row.answers
 
 
+def test_training_shares_no_line_and_no_place_with_the_test():
+    train, test = tasks("train"), tasks("test")
+    lines = []
+    for made in train, test:
+        lines.append({decode(ids) for kind in made.lines for ids in kind})
+    assert len(lines[0]) > 100 and lines[0].isdisjoint(lines[1])
+    for task in "needle", "few_shot":
+        drawn = [made.batch(task, 0, 8, 400).roles for made in (train, test)]
+        assert not (drawn[0] == drawn[1]).all(1).any()
+
+
 def test_words_and_values_of_the_test_split_are_never_keys_or_values_in_training():
     train, test = tasks("train"), tasks("test")
     keys, held_out = ({decode(ids) for ids in made.words} for made in (train, test))
