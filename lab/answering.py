@@ -56,7 +56,8 @@ def answered(
 ) -> list[dict]:
     """Return a record of each question, setting and job. The questions have one context.
 
-    jobs: by setting. Of a method that fails there is a record with the `error` in its place.
+    jobs: by setting. A record's `context` is the line of its first question. Of a method that fails
+    there is a record with the `error` in its place.
     """
     device = model.embed.weight.device
     context = encoder.context(questions[0].context).to(device)
@@ -76,7 +77,7 @@ def answered(
             both = [*recordings, known]
             mine = compressed(model, prompt, both, jobs["aware"], records)
             records += replies(model, encoder, question, "aware", mine, lead, answer)
-    return records
+    return [record | dict(context=questions[0].line) for record in records]
 
 
 # ---- compressed caches ----

@@ -18,7 +18,7 @@ from lab.processes import on_cluster, spread
 from lab.question_file import Encoder, Question, contexts, read
 from nanollm.block_linear import number_format
 
-HEADER = b"method,setting,task,line,score,surprise,kib,prompt,reply,keep"
+HEADER = b"method,setting,task,line,score,surprise,kib,prompt,reply,context,keep"
 
 
 class QuestionComparison:

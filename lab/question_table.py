@@ -15,14 +15,13 @@ SETTINGS = {
 TERMS = """\
 keep       keep ratio: the budget of each head, as a percentage of the prompt's tokens
 KiB        size of one text's compressed cache, with 16-bit numbers
-of a task  mean score, ± one standard error; questions count as independent, even if they have
-           one context
+of a task  mean score, ± one standard error; the questions of a context count as one, their mean
 mean       over the tasks of which the full cache answers half or more
-- full     difference to the full cache, paired by question
+- full     difference to the full cache, paired by context
 -log p     of the right answer, in nats a token, over all tasks"""
 FULL = "full", 100.0
 ROW = ["setting", "method", "keep", "task"]
-EACH = ["line", "score", "surprise"]
+EACH = ["context", "line", "score", "surprise"]
 
 
 def frame_of(records: list[dict]) -> pd.DataFrame:
@@ -72,7 +71,7 @@ def wide(frame: pd.DataFrame, of: str) -> pd.DataFrame:
     order = frame[["method", "keep"]].drop_duplicates()
     columns = [*order.itertuples(index=False, name=None)]
     table = frame.pivot(
-        index=["task", "line"],
+        index=["task", "context", "line"],
         columns=["method", "keep"],
         values=of,
     )
@@ -80,15 +79,19 @@ def wide(frame: pd.DataFrame, of: str) -> pd.DataFrame:
 
 
 def means(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """Return the means over tasks, which count alike, and their standard errors."""
-    tasks = x.groupby("task")
+    """Return the means over tasks, which count alike, and their standard errors.
+
+    In a task contexts count alike: questions of one context do not err independently.
+    """
+    contexts = x.groupby(["task", "context"]).mean()
+    tasks = contexts.groupby("task")
     squares = tasks.sem() ** 2
     error = squares.sum(skipna=False) ** 0.5
     return tasks.mean().mean(), error / tasks.ngroups
 
 
 def shares(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """Return the means as shares of the full cache's, and their errors, paired by question."""
+    """Return the means as shares of the full cache's, and their errors, paired by context."""
     mean, _ = means(x)
     share = mean / mean[FULL]
     expected = {}
@@ -100,8 +103,12 @@ def shares(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 
 def judging(x: pd.DataFrame) -> list[str]:
     """Return the tasks of which the full cache answers half or more."""
-    full = x[FULL].groupby("task").mean()
-    return [*full[full >= 0.5].index]
+    found = []
+    for task, mine in x.groupby("task"):
+        mean, _ = means(mine)
+        if mean[FULL] >= 0.5:
+            found.append(task)
+    return found
 
 
 def points(frame: pd.DataFrame) -> list[dict]:

@@ -91,6 +91,7 @@ def test_each_cache_answers_as_alone(built, encoder, setting):
         assert record["kib"] == kib
         assert record["score"] == question.scored(reply)
         assert record["setting"] == setting
+        assert record["context"] == 1
         assert record["keep_ratio"] == job.keep_ratio
         scores.add(record["score"])
     assert {0, 1} <= scores
@@ -145,7 +146,7 @@ def test_a_method_that_fails_is_named(built, encoder):
     jobs = [*jobs_of(built, "full"), Job("mine", 0.25, broken)]
     failed, *records = answered(built, encoder, ASKED, dict(agnostic=jobs))
     error = "IndexError: no slot"
-    assert failed == dict(method="mine", keep_ratio=0.25, error=error)
+    assert failed == dict(method="mine", keep_ratio=0.25, error=error, context=1)
     assert len(records) == len(ASKED)
 
 

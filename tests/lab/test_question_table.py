@@ -12,9 +12,11 @@ SCORES = {
     "h2o": dict(a=[1, 0, 0.5], b=[0.5, 0], c=[1, 1]),
 }
 LINES = dict(a=[1, 4, 6], b=[2, 5], c=[3, 7])
+FIRST = {line: line for lines in LINES.values() for line in lines}
 
 
-def records():
+def records(first=FIRST):
+    """Return a record of each line; `first`: the first line of its context."""
     made = []
     for name, ratio in ("full", None), ("h2o", 0.25):
         for task, scores in SCORES[name].items():
@@ -24,6 +26,7 @@ def records():
                     method=name,
                     keep_ratio=ratio,
                     task=task,
+                    context=first[line],
                     line=line,
                     score=score,
                     surprise=2 * line,
@@ -43,7 +46,7 @@ def over_tasks(values):
     return fmean(means), square**0.5 / len(means)
 
 
-def test_means_are_over_tasks_and_errors_over_questions():
+def test_means_are_over_tasks_and_errors_over_contexts():
     table = wide(frame_of(records()), "score")
     mean, error = means(table)
     for name, keep in ("full", 100), ("h2o", 25):
@@ -51,7 +54,18 @@ def test_means_are_over_tasks_and_errors_over_questions():
         assert (mean[name, keep], error[name, keep]) == pytest.approx(expected)
 
 
-def test_shares_of_the_full_cache_are_paired_by_question():
+def test_questions_of_one_context_count_as_their_mean():
+    table = wide(frame_of(records(FIRST | {4: 1})), "score").loc[["a"]]
+    for key in table:
+        x = SCORES[key[0]]["a"]
+        expected = over_tasks(dict(a=[fmean(x[:2]), x[2]]))
+        mean, error = means(table)
+        assert (mean[key], error[key]) == pytest.approx(expected)
+    mean, _ = means(wide(frame_of(records(FIRST | {5: 2})), "score"))
+    assert mean["h2o", 25] == pytest.approx(over_tasks(SCORES["h2o"])[0])
+
+
+def test_shares_of_the_full_cache_are_paired_by_context():
     table = wide(frame_of(records()), "score")
     share, error = shares(table)
     full = SCORES["full"]
