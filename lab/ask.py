@@ -10,6 +10,7 @@ import time
 import torch
 from tqdm import tqdm
 
+from lab.command_line import machine_options
 from lab.loading import loaded
 from lab.methods_by_name import pick
 from lab.saved import header, load
@@ -158,17 +159,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         type=Path,
         help="folder of the decoder; default: where it was when it read the text",
     )
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        help="torch device, such as cpu or cuda:0; default cpu",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        help="CPU threads; default 0: chosen by the size",
-    )
+    machine_options(parser)
     args = parser.parse_args(argv)
     whole("tokens", args.tokens, 1)
     return args

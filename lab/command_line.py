@@ -28,11 +28,7 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
         help="the code that runs the model: this repository's decoder (ours) or the package "
         "transformers; default auto: ours if it supports the model's family",
     )
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        help="torch device, such as cpu or cuda:0; default cpu",
-    )
+    machine_options(parser)
     parser.add_argument(
         "--dtype",
         choices=("auto", "4bit", "float32", "bfloat16", "float16"),
@@ -48,6 +44,15 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
         help="folder that keeps what kvzip_fast or question_gates learns of the model, which "
         "may take minutes; default: nanollm/calibrated, if it has this model, or else "
         "learned anew in each run",
+    )
+
+
+def machine_options(parser):
+    """Add the options that say on what a model runs."""
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="torch device, such as cpu or cuda:0; default cpu",
     )
     parser.add_argument(
         "--threads",
@@ -162,6 +167,14 @@ def read_json(data: bytes):
         return json.loads(data)
     except (ValueError, RecursionError):
         return None
+
+
+def are_rows(data: bytes, keys: set[str]) -> bool:
+    """Return whether data is a list of JSON objects that have these keys; not an empty one."""
+    rows = read_json(data)
+    if not isinstance(rows, list) or not rows:
+        return False
+    return all(isinstance(row, dict) and keys <= row.keys() for row in rows)
 
 
 def replace(

@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from lab import command_line, table
 
-NO_FILE = "--resume continues the rows of a file; name it with --json"
 ALL_RATIOS = [50, 25, 12.5, 6.25]  # keep ratios in percent, if not told otherwise
 
 
@@ -164,6 +163,10 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         raise ValueError(
             f"--all already runs every method; leave out --all or --methods {args.methods[0]} …"
         )
+    if args.resume and not args.json:
+        raise ValueError("--resume continues the rows of a file; name it with --json")
+    for percent in args.keep or ():
+        command_line.check_keep(percent)
     if args.questions:
         return checked_questions(args)
     if args.csv or args.scheduler or args.against or args.settings:
@@ -175,13 +178,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     )
     args.keep = [*dict.fromkeys(args.keep or ([25] if args.short else ALL_RATIOS))]
     args.lengths = [*dict.fromkeys(args.lengths or [256 if args.short else 512])]
-    args.documents = (
-        (4 if args.short else 32) if args.documents is None else args.documents
-    )
-    if args.resume and not args.json:
-        raise ValueError(NO_FILE)
-    for percent in args.keep:
-        command_line.check_keep(percent)
+    if args.documents is None:
+        args.documents = 4 if args.short else 32
     return args
 
 
@@ -235,12 +233,8 @@ def checked_questions(args: argparse.Namespace) -> argparse.Namespace:
             raise ValueError(
                 f"--{name} is of the tasks that are made here; --questions has its own"
             )
-    if args.resume and not args.json:
-        raise ValueError(NO_FILE)
     args.keep = [*dict.fromkeys(args.keep or [25])]
     args.settings = [*dict.fromkeys(args.settings or ["agnostic"])]
-    for percent in args.keep:
-        command_line.check_keep(percent)
     return args
 
 
@@ -254,16 +248,7 @@ def check_files(figure: Path, rows: Path | None) -> bytes:
 
 def is_rows(data: bytes) -> bool:
     """Return whether data is a list of rows that this command wrote."""
-    rows = command_line.read_json(data)
-    return isinstance(rows, list) and rows != [] and all(map(is_row, rows))
-
-
-def is_row(row) -> bool:
-    return (
-        isinstance(row, dict)
-        and {"method", "keep_ratio"} <= row.keys()
-        and isinstance(row.get("each"), dict)
-    )
+    return command_line.are_rows(data, {"method", "keep_ratio", "each"})
 
 
 def finish(args: argparse.Namespace, rows: list[dict], seconds: float):

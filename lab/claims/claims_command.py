@@ -136,12 +136,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
 
 def is_ours(data: bytes) -> bool:
     """Return whether a file's content is this command's findings."""
-    rows = command_line.read_json(data)
-    return isinstance(rows, list) and rows != [] and all(map(is_finding, rows))
-
-
-def is_finding(row) -> bool:
-    return isinstance(row, dict) and {"claim", "rule", "model", "verdict"} <= row.keys()
+    return command_line.are_rows(data, {"claim", "rule", "model", "verdict"})
 
 
 def stored_rows(args: argparse.Namespace, own: str) -> dict[tuple[str, str], dict]:
