@@ -33,11 +33,16 @@ def test_scores_of_kernels_are_the_plain_codes(poisoned, sizes, block, sharp, dt
     q = sharp * torch.randn(B, H, G, w, D, generator=g)
     q = q.to(DEVICE, dtype)
     k = torch.randn(B, n, H, D, generator=g)
-    k = k.to(DEVICE, dtype).transpose(1, 2)
+    k = k.to(DEVICE, dtype)
+    k = k.transpose(1, 2)
     # tests/helpers/windows.py compares the plain code with a loop
     rows = window.window_rows(q.double(), k.double())
     expected = rows[..., : n - w].mean(3)
-    kernels = scoring.window_scores(amid_nan(q), amid_nan(k), block)
+    kernels = scoring.window_scores(
+        amid_nan(q),
+        amid_nan(k),
+        block,
+    )
     for score in kernels, window.window_scores(q, k):
         assert score.shape == (B, H, G, n - w)
         assert score.dtype == torch.float32

@@ -1,6 +1,5 @@
 """AdaKV gives a head as many entries as it has among its layer's highest scores."""
 
-import pytest
 import torch
 
 from common import end
@@ -53,8 +52,3 @@ def test_empty_slots_take_no_room_from_tokens_that_nobody_looks_at_later():
 def test_shares_are_exact():
     for floor in (1 / 3, 0.1 + 0.2):
         assert shared(torch.rand(1, 3, 5000), 1000, floor).sum() == 3000
-
-
-def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="floor is 1.5"):
-        AdaKV(20, 8, floor=1.5)

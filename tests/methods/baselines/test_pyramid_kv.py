@@ -40,8 +40,3 @@ def test_all_layers_together_keep_what_snap_kv_keeps(layers, beta):
                 expected.append(w + by_depth(scores, budget - w, beta, i, layers)[0])
         assert sum(counts) == layers * budget
         assert layers == 1 or counts == expected
-
-
-def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="beta is 0"):
-        PyramidKV(20, 8, beta=0)
