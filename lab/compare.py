@@ -83,12 +83,13 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--all",
         action="store_true",
         help="run every method; the default is one of each family",
     )
-    parser.add_argument(
+    option(
         "--methods",
         nargs="+",
         default=[],
@@ -96,13 +97,13 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         help="run only these methods; ada_kv+critical is the window method ada_kv with the "
         "addition critical; with @3 at the end, what a method keeps is stored in 3 bits",
     )
-    parser.add_argument(
+    option(
         "--tasks",
         choices=("standard", "needle", "pairs", "few_shot"),
         default="standard",
         help="standard: all three; or one of them; default standard",
     )
-    parser.add_argument(
+    option(
         "--keep",
         nargs="+",
         type=float,
@@ -111,46 +112,46 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "percentage of the prompt's tokens (25 is kvpress's compression_ratio 0.75); "
         "default 50 25 12.5 6.25 (short table and --questions: 25)",
     )
-    parser.add_argument(
+    option(
         "--l1",
         action="store_true",
         help="also measure the change of a head's output by its own layer's compression",
     )
     question_options(parser)
     command_line.window_option(parser)
-    parser.add_argument(
+    option(
         "--lengths",
         nargs="+",
         type=int,
         metavar="TOKENS",
         help="length of each document; one table per length; default 512 (short table: 256)",
     )
-    parser.add_argument(
+    option(
         "--documents", type=int, help="documents per task; default 32 (short table: 4)"
     )
-    parser.add_argument(
+    option(
         "--seed", type=int, default=0, help="seed of the random documents; default 0"
     )
-    parser.add_argument(
+    option(
         "--text",
         type=Path,
         metavar="FILE",
         help="file of text to measure on; default: the text that ships",
     )
-    parser.add_argument(
+    option(
         "--json",
         type=Path,
         metavar="FILE",
         help="file to write the rows to, after each row; with --questions the records, after "
         "each context",
     )
-    parser.add_argument(
+    option(
         "--resume",
         action="store_true",
         help="keep the rows that --json already holds and measure the missing ones; a row "
         "stays even if its method has changed since",
     )
-    parser.add_argument(
+    option(
         "--figure",
         type=Path,
         default=Path("compare.png"),
@@ -185,32 +186,33 @@ def read_options(argv: list[str]) -> argparse.Namespace:
 
 def question_options(parser):
     """Add the options of a file of questions."""
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--questions",
         type=Path,
         metavar="FILE",
         help="measure on the questions of a file, one JSON object a line with context, "
         "question and answers; lab/question_file.py has all fields",
     )
-    parser.add_argument(
+    option(
         "--settings",
         nargs="+",
         choices=("agnostic", "aware"),
         help="with --questions: agnostic, the question comes after the compression; aware, "
         "the question is compressed with the context; default agnostic",
     )
-    parser.add_argument(
+    option(
         "--against",
         metavar="NAME",
         help="with --questions: also print differences to this method, paired by question",
     )
-    parser.add_argument(
+    option(
         "--csv",
         type=Path,
         metavar="FILE",
         help="with --questions: file for a line of each reply",
     )
-    parser.add_argument(
+    option(
         "--scheduler",
         metavar="ADDRESS",
         help="with --questions: Dask scheduler whose workers share the contexts (pip install "

@@ -16,6 +16,7 @@ bytes from memory: those of the weights, and of the full cache.
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 import json
 import os
@@ -264,10 +265,8 @@ def measured(
         learned[name] = calibrated(variant, model, encoding)
 
     def maker(name: str, T: int) -> Callable:
-        variant = methods[name]
-        budget = budget_for(keep / 100, T)
-        options = variant.given(budget=budget, **learned[name])
-        return lambda: make_cache(model, variant.kind, variant.store, **options)
+        known = dict(budget=budget_for(keep / 100, T)) | learned[name]
+        return partial(methods[name].caches, model, **known)
 
     for name, (_, T) in product(methods, sizes):
         maker(name, T)()  # raises ValueError if a method cannot use its budget

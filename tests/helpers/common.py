@@ -21,7 +21,6 @@ from nanollm.cache import (
     PackedSlots,
     compress,
     evict_while_reading,
-    make_cache,
 )
 from nanollm.model import Config, Decoder
 
@@ -226,8 +225,7 @@ def caches_of(model, variant, **options):
     g = torch.Generator().manual_seed(0)
     gates = torch.randn(c.n_layers, width, c.n_kv_heads, generator=g)
     ends = tokenizer.boundaries(ENCODING, c.vocab_size)
-    options = variant.given(gates=gates, ends=ends, **options)
-    return make_cache(model, variant.kind, variant.store, **options)
+    return variant.caches(model, gates=gates, ends=ends, **options)
 
 
 def reading_within(make):
