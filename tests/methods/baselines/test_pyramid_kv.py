@@ -4,24 +4,7 @@ import pytest
 import torch
 
 from methods.baselines.pyramid_kv import PyramidKV
-from windows import (
-    AGAIN,
-    GROUPED,
-    TIED,
-    TURNS,
-    Case,
-    by_depth,
-    check_walk,
-    compressed,
-    each_walk,
-)
-
-CASES = {"pyramid": Case(PyramidKV, dict(beta=20), deal=by_depth)}
-
-
-@each_walk(CASES, GROUPED, TIED, AGAIN, *TURNS)
-def test_slots_outputs_and_bytes_equal_the_loops(case, prompt):
-    check_walk(CASES[case], prompt)
+from windows import by_depth, compressed
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 8])
