@@ -267,8 +267,3 @@ def test_a_decoder_of_pairs_says_the_same_with_every_store(family):
         assert equal(torch.cat(parts, 1), whole, atol=1e-11)
         caches = make_cache(model, store=store)
         assert torch.equal(generate(model, TOKENS, 8, caches), loop[:, 13:])
-
-
-def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="tile is 0; it must be"):
-        FactoredFourCache(tile=0)
