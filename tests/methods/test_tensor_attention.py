@@ -60,7 +60,8 @@ def attended(q, k, v, scale):
     """Return causal attention by a loop over pairs."""
     rows = []
     for i, score in enumerate(scores(scale * q, k)):
-        rows.append(score.softmax(-1) @ seen(v, i))
+        p = score.softmax(-1)
+        rows.append(p @ seen(v, i))
     return torch.cat(rows, 2)
 
 
