@@ -73,42 +73,6 @@ class Segment(NamedTuple):
         return x.as_strided((B, H, self.longest), (H * apart, apart, 1))
 
 
-def plain(
-    q: Tensor, segments: list[Segment], sums: bool = False
-) -> tuple[Tensor, list[Tensor]]:
-    """Return attention y (B, H, G, D) of q (B, H, G, D) over all segments, in plain PyTorch.
-
-    y is 0 for a head without visible slots. With `sums`, also return (N,) float32 for each segment:
-    the sum of the weights that a slot gets from the G queries of its head.
-    """
-    B, H, _, D = q.shape
-    y = torch.zeros_like(q)
-    weights = [torch.zeros(len(s.k), device=q.device) for s in segments]
-    for i in range(B * H):
-        b, h = divmod(i, H)
-        rows = []
-        scores = []
-        values = []
-        for s in segments:
-            start = int(s.start[i])
-            row = slice(start, start + int(s.count[i]))
-            score = q[b, h].float() @ s.k[row].float().T * D**-0.5  # (G, slots)
-            if s.bias is not None:
-                score += s.bias[row]
-            rows.append(row)
-            scores.append(score)
-            values.append(s.v[row].float())
-
-        score = torch.cat(scores, 1)
-        # NaN if all slots are hidden
-        p = score.softmax(-1).masked_fill(score == -torch.inf, 0)
-        y[b, h] = p @ torch.cat(values)
-        parts = p.sum(0).split([len(v) for v in values])
-        for weight, row, part in zip(weights, rows, parts):
-            weight[row] = part
-    return y, weights if sums else []
-
-
 @triton.jit(do_not_specialize=["part", "parts"])
 def attend(
     p_q,
@@ -293,9 +257,11 @@ def check(q: Tensor, segments: list[Segment]):
 def decode_attention(
     q: Tensor, segments: list[Segment], sums: bool = False, block: int = 64
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return what `plain` returns, computed by the kernels, `block` slots at a time.
+    """Return attention y (B, H, G, D) of q (B, H, G, D) over all segments, `block` slots at a time.
 
-    Raise ValueError if the segments do not fit q.
+    y is 0 for a head without visible slots. With `sums`, also return (N,) float32 for each segment:
+    the sum of the weights that a slot gets from the G queries of its head. Raise ValueError if the
+    segments do not fit q.
     """
     q = q.contiguous()
     check(q, segments)

@@ -26,19 +26,6 @@ import triton.language as tl
 from .decode_attention import LOG2E
 
 
-def plain(q: Tensor, k: Tensor) -> Tensor:
-    """Return the window scores (B, H, G, n − w) float32 of q (B, H, G, w, D) and k (B, H, n, D).
-
-    q: the queries of the observation window. The last w keys are the window's own.
-    """
-    w, n = q.shape[3], k.shape[2]
-    score = q.float() @ k.float().unsqueeze(2).mT * q.shape[-1] ** -0.5
-    # w = 2 queries of n = 4 tokens, the later keys of each: [[0, 0, 0, 1], [0, 0, 0, 0]]
-    later = torch.ones(w, n, dtype=torch.bool, device=q.device).triu(n - w + 1)
-    p = score.masked_fill(later, -torch.inf).softmax(-1)
-    return p[..., : n - w].mean(3)
-
-
 @triton.jit
 def queries(
     p_q,
@@ -183,9 +170,11 @@ def column_means(
 
 @launcher
 def window_scores(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
-    """Return what `plain` returns, computed by the kernels, `block` keys at a time.
+    """Return the window scores (B, H, G, n − w) float32 of q (B, H, G, w, D) and k (B, H, n, D).
 
-    Raise ValueError if q and k do not fit together or the window has more than 128 queries.
+    q: the queries of the observation window. The last w keys are the window's own. The kernels take
+    `block` keys at a time. Raise ValueError if q and k do not fit together or the window has more
+    than 128 queries.
     """
     B, H, G, w, D = q.shape
     n = k.shape[2]

@@ -10,6 +10,7 @@ import time
 import torch
 from tqdm import tqdm
 
+from lab.command_line import machine_options
 from lab.loading import loaded
 from lab.methods_by_name import pick
 from lab.saved import header, load
@@ -137,38 +138,29 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "With a decoder that chats, a question in your own words, with a question mark, gets an "
         "answer.",
     )
-    parser.add_argument("cache", type=Path, metavar="FILE", help="file of the cache")
-    parser.add_argument(
+    option = parser.add_argument
+    option("cache", type=Path, metavar="FILE", help="file of the cache")
+    option(
         "questions",
         nargs="+",
         metavar="QUESTION",
         help='the question, such as "The code of table is"; several are answered one by '
         "one, each as if it were the only one",
     )
-    parser.add_argument(
+    option(
         "--tokens", type=int, default=48, help="most tokens of an answer; default 48"
     )
-    parser.add_argument(
+    option(
         "--compare",
         action="store_true",
         help="read the text again, and show the full cache's answers below",
     )
-    parser.add_argument(
+    option(
         "--model",
         type=Path,
         help="folder of the decoder; default: where it was when it read the text",
     )
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        help="torch device, such as cpu or cuda:0; default cpu",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        help="CPU threads; default 0: chosen by the size",
-    )
+    machine_options(parser)
     args = parser.parse_args(argv)
     whole("tokens", args.tokens, 1)
     return args

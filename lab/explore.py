@@ -23,7 +23,7 @@ from lab.methods_by_name import Variant, pick
 from lab.one_page import NEW, PAGE, QUESTION, answer, check_length, pieces, prompt
 from lab.retrieval import budget_for
 from methods.theory.index_game import deal, index_game_four, keep_rows
-from nanollm.cache import bytes_in_16_bits, make_cache
+from nanollm.cache import bytes_in_16_bits
 from nanollm.model import rope_frequencies
 
 ROOT = Path(__file__).parents[1]
@@ -134,8 +134,7 @@ def view(
     tokens, cuts = prompt(model, encoding, text, question)
     cut = cuts[setting]
     budget = budget_for(keep / 100, cuts["agnostic"])
-    options = variant.given(budget=budget, window_size=WINDOW, **learned)
-    caches = make_cache(model, variant.kind, variant.store, **options)
+    caches = variant.caches(model, budget=budget, window_size=WINDOW, **learned)
     kept, written = answer(model, tokens, cut, caches, NEW)
     bits = np.packbits(kept.flatten().cpu().numpy(), bitorder="little")
     return dict(
@@ -291,27 +290,26 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "answers. The decoder runs in the page. With --text, the page shows stored results "
         "instead. docs/index.html is of: python -m nanollm explore --beside smollm2",
     )
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--out",
         type=Path,
         default=(DOCS if DOCS.is_dir() else Path()) / "index.html",
         metavar="FILE",
         help="file to write; default docs/index.html, in an installed copy index.html",
     )
-    parser.add_argument(
+    option(
         "--text",
         type=Path,
         metavar="FILE",
         help="store the results of every method on this text, for a model of any size",
     )
-    parser.add_argument(
+    option(
         "--beside",
         type=Path,
         metavar="MODEL",
         help="another model, as --model names it, whose stored results the page also shows",
     )
-    parser.add_argument(
-        "--question", default=QUESTION.strip("\n"), help="default: %(default)r"
-    )
+    option("--question", default=QUESTION.strip("\n"), help="default: %(default)r")
     command_line.model_options(parser)
     return parser.parse_args(argv)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from lab import command_line
@@ -17,7 +18,6 @@ def main(argv: list[str]):
     from lab import one_page  # loads torch
     from lab.loading import calibrated, loaded
     from lab.methods_by_name import pick
-    from nanollm.cache import make_cache
     from nanollm.check import check_seed, whole
 
     check_seed(args.seed)
@@ -39,12 +39,11 @@ def main(argv: list[str]):
     model, encoding = loaded(args)
     learned = calibrated(variant, model, encoding, args.calibration)
     defaults = dict(budget=budget, window_size=args.window) | learned
-    options = variant.given(**defaults)
+    make = partial(variant.caches, model, **defaults)
     if text is None:
-        one_page.demonstrate(model, encoding, name, variant, options, args.figure)
+        one_page.demonstrate(model, encoding, name, make, args.figure)
     else:
-        caches = make_cache(model, variant.kind, variant.store, **options)
-        continue_text(model, encoding, caches, text, args)
+        continue_text(model, encoding, make(), text, args)
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
@@ -54,17 +53,16 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         description="Continue a text with a compressed KV cache. Without a text, read a built-in "
         "page, mark the tokens that the method evicts, and answer a question about the page.",
     )
-    parser.add_argument("prompt", nargs="?", help="the text to continue")
-    parser.add_argument(
-        "--file", type=Path, metavar="FILE", help="file with the text to continue"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("prompt", nargs="?", help="the text to continue")
+    option("--file", type=Path, metavar="FILE", help="file with the text to continue")
+    option(
         "--method",
         metavar="NAME",
         help="method that compresses the cache, such as h2o, ada_kv+critical or kvzip@4; default "
         "full, the full cache; for the built-in page snap_kv",
     )
-    parser.add_argument(
+    option(
         "--budget",
         type=int,
         metavar="ENTRIES",
@@ -72,26 +70,24 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "needs it; default for the built-in page 32",
     )
     command_line.window_option(parser)
-    parser.add_argument(
+    option(
         "--tokens", type=int, default=100, help="how many tokens to write; default 100"
     )
-    parser.add_argument(
+    option(
         "--temperature",
         type=float,
         default=0.0,
         help="temperature of the sampling; default 0: always the most likely token",
     )
-    parser.add_argument(
+    option(
         "--top-k",
         type=int,
         default=0,
         metavar="K",
         help="sample from the K most likely tokens; default 0: from all",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the sampling; default 0"
-    )
-    parser.add_argument(
+    option("--seed", type=int, default=0, help="seed of the sampling; default 0")
+    option(
         "--figure",
         type=Path,
         metavar="FILE",

@@ -42,7 +42,7 @@ from lab.command_line import check_output, command, replace
 from lab.methods_by_name import pick
 from lab.table import text_table
 from nanollm import kernel_switch
-from nanollm.cache import cache_bytes, compress, make_cache
+from nanollm.cache import cache_bytes, compress
 from nanollm.check import whole
 from nanollm.generate import prefill
 from nanollm.model import Config, Decoder
@@ -190,10 +190,9 @@ def decoding(methods: dict, B: int, T: int) -> Iterator[dict]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (B, T), generator=generator).cuda()
     for name, variant in methods.items():
-        options = variant.given(budget=T // 4)
         for kernel_switch.use_kernels in False, True:
             for _ in range(2):  # the first time, kernels are compiled
-                caches = make_cache(model, variant.kind, variant.store, **options)
+                caches = variant.caches(model, budget=T // 4)
                 prefill(model, tokens, caches, 8192)
                 at_end = seconds(lambda: compress(model, tokens, caches))
             decode = lambda: model(tokens[:, :1], caches)

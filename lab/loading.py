@@ -56,8 +56,18 @@ def load(
         if dtype == "4bit":
             raise ValueError(f"dtype is 4bit, but {why}; use float32 or bfloat16")
         dtype = "float32"
-    reader = (FILE_READERS if is_file else FOLDER_READERS)[engine]
-    return reader(folder, getattr(torch, dtype), device)
+    numbers = getattr(torch, dtype)
+    is_ours = is_file or checkpoint.is_known(folder)
+    if engine != "auto":
+        is_ours = engine == "ours"
+    if is_file:
+        model, encoding = gguf.read(folder, numbers, device)
+        return model if is_ours else bridged(checkpoint.as_hf(model)), encoding
+    if is_ours:
+        model = checkpoint.from_hf(folder, numbers, device)
+    else:
+        model = bridged(checkpoint.hf_model(folder, numbers, device))
+    return model, tokenizer_of(folder, model)
 
 
 def refusal(device: torch.device | str) -> str | None:
@@ -73,34 +83,12 @@ def refusal(device: torch.device | str) -> str | None:
     return None
 
 
-def auto(folder: Path, dtype: torch.dtype, device: str):
-    reader = ours if checkpoint.is_known(folder) else transformers
-    return reader(folder, dtype, device)
-
-
-def ours(folder: Path, dtype: torch.dtype, device: str):
-    model = checkpoint.from_hf(folder, dtype, device)
-    return model, tokenizer_of(folder, model)
-
-
-def transformers(folder: Path, dtype: torch.dtype, device: str):
+def bridged(model):
+    """Return a model of transformers, called as our decoder."""
     # here, because transformers takes seconds to import
     from nanollm.bridge import Bridged
 
-    model = Bridged(checkpoint.hf_model(folder, dtype, device))
-    return model, tokenizer_of(folder, model)
-
-
-def file_in_transformers(file: Path, dtype: torch.dtype, device: str):
-    from nanollm.bridge import Bridged
-
-    model, encoding = gguf.read(file, dtype, device)
-    return Bridged(checkpoint.as_hf(model)), encoding
-
-
-# by engine
-FOLDER_READERS = dict(auto=auto, ours=ours, transformers=transformers)
-FILE_READERS = dict(auto=gguf.read, ours=gguf.read, transformers=file_in_transformers)
+    return Bridged(model)
 
 
 def tokenizer_of(folder: Path, model):

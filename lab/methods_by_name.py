@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.rounded import RoundedSlots
-from nanollm.cache import Method
+from nanollm.cache import Method, Slots, make_cache
 from nanollm.check import closest
 
 METHODS = Path(__file__).parents[1] / "methods"
@@ -47,6 +47,10 @@ class Variant(NamedTuple):
         """Return the name's own options, and of the known values those that it leaves open."""
         open_ones = {name: x for name, x in known.items() if self.takes(name)}
         return open_ones | self.options
+
+    def caches(self, model, **known) -> list[Slots]:
+        """Return new caches of the method, with the options of `given`."""
+        return make_cache(model, self.kind, self.store, **self.given(**known))
 
     @property
     def calibrates(self) -> type[Method] | None:

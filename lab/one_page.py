@@ -1,6 +1,7 @@
 """Show which tokens of a page a method keeps, and its answer: python -m nanollm generate."""
 
 from codecs import getincrementaldecoder
+from collections.abc import Callable
 import os
 from pathlib import Path
 import sys
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lab.kept import held
-from lab.methods_by_name import Variant
 from lab.replay import feed
 from lab.retrieval import answers
 from nanollm.cache import Slots, compress, crop, make_cache
@@ -97,12 +97,11 @@ def marked(encoding, tokens: list[int], gone: list[bool], dim: bool) -> str:
     return text
 
 
-def demonstrate(
-    model, encoding, name: str, variant: Variant, options: dict, figure=None
-):
+def demonstrate(model, encoding, name: str, make: Callable, figure=None):
     """Print the page with its evicted tokens marked, and the answers, aware and agnostic.
 
-    figure: file for a picture of the page; a token is darker if more heads keep it.
+    make: returns new caches of the method `name`. figure: file for a picture of the page; a token
+    is darker if more heads keep it.
     """
     tokens, cuts = prompt(model, encoding, PAGE, QUESTION)
     new = len(encoding.encode_ordinary(ANSWER))
@@ -111,8 +110,7 @@ def demonstrate(
     dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     panels = {}
     for setting, cut in cuts.items():
-        caches = make_cache(model, variant.kind, variant.store, **options)
-        kept, written = answer(model, tokens, cut, caches, new)
+        kept, written = answer(model, tokens, cut, make(), new)
         own = encoding.decode(written)
         shares = kept.float().mean((0, 1)).tolist() + [1.0] * (tokens.shape[1] - cut)
         gone = [share == 0 for share in shares]

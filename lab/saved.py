@@ -84,35 +84,31 @@ def layers_of(caches) -> list[Slots]:
 def kind_of(layers: list[Slots]) -> dict:
     """Return method, options and store of caches, as a file's header has them."""
     first = full_layers(layers)[0]
-    method = first.method
-    store = dict(name=type(first).__name__, **first.options)
+    options, other_options = options_of(first.method)
     return dict(
-        method=type(method).__name__,
-        options=plain_options(method),
-        other_options=other_options(method),
-        store=store,
+        method=type(first.method).__name__,
+        options=options,
+        other_options=other_options,
+        store=dict(name=type(first).__name__, **first.options),
     )
 
 
-def plain_options(method: Method) -> dict:
-    """Return the options that JSON can hold."""
-    options = {field.name: getattr(method, field.name) for field in fields(method)}
-    return {name: x for name, x in options.items() if isinstance(x, JSON_TYPES)}
-
-
-def other_options(method: Method) -> dict[str, str]:
-    """Return in words the options that JSON cannot hold: of a tensor, its checksum.
+def options_of(method: Method) -> tuple[dict, dict[str, str]]:
+    """Return the options that JSON can hold, and the others in words: of a tensor, its checksum.
 
     An empty tensor stands for one that is not needed, as the prompt has been compressed.
     """
+    plain = {}
     words = {}
     for field in fields(method):
         x = getattr(method, field.name)
-        if isinstance(x, Tensor):
+        if isinstance(x, JSON_TYPES):
+            plain[field.name] = x
+        elif isinstance(x, Tensor):
             words[field.name] = checksum({"": x.cpu()}) if x.numel() else ""
-        elif not isinstance(x, JSON_TYPES):
+        else:
             words[field.name] = repr(x)
-    return words
+    return plain, words
 
 
 def checksum(tensors: dict[str, Tensor]) -> str:

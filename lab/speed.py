@@ -16,6 +16,7 @@ bytes from memory: those of the weights, and of the full cache.
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 import json
 import os
@@ -106,10 +107,8 @@ def end_and_step(
     while len(times) < rounds or perf_counter() - first < SHORT:
         caches = at_the_end(model, tokens, recording, make)
         times.append(fastest(lambda: compress(model, tokens, caches), 1))
-    step = fastest(lambda: model(tokens[:, :1], caches), STEPS)
-    caches = at_the_end(model, tokens, recording, make)
-    compress(model, tokens, caches)
     mib = cache_bytes(caches)[1] / 2**20
+    step = fastest(lambda: model(tokens[:, :1], caches), STEPS)
     return dict(end=min(times), step=step, MiB=mib)
 
 
@@ -266,10 +265,8 @@ def measured(
         learned[name] = calibrated(variant, model, encoding)
 
     def maker(name: str, T: int) -> Callable:
-        variant = methods[name]
-        budget = budget_for(keep / 100, T)
-        options = variant.given(budget=budget, **learned[name])
-        return lambda: make_cache(model, variant.kind, variant.store, **options)
+        known = dict(budget=budget_for(keep / 100, T)) | learned[name]
+        return partial(methods[name].caches, model, **known)
 
     for name, (_, T) in product(methods, sizes):
         maker(name, T)()  # raises ValueError if a method cannot use its budget

@@ -3,6 +3,7 @@
 The columns are the tasks of the rows.
 """
 
+from itertools import chain, repeat
 from statistics import fmean
 from textwrap import fill
 
@@ -68,9 +69,8 @@ def text_table(rows: list[list[str]], widths: list[int] = ()) -> str:
     The first row is the header. widths: least width of each column, so that a table can be printed
     row by row.
     """
-    columns = list(zip(*rows))
-    least = [*widths, *[0] * (len(columns) - len(widths))]
-    wide = [max(least[i], *map(len, column)) for i, column in enumerate(columns)]
+    columns = zip(zip(*rows), chain(widths, repeat(0)))
+    wide = [max(least, *map(len, column)) for column, least in columns]
     lines = []
     for row in rows:
         cells = [cell.rjust(n) for cell, n in zip(row, wide)]

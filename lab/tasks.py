@@ -238,26 +238,16 @@ class Tasks:
         T: int,
         facts: int = 4,
         questions: int = 1,
-        depth: float | None = None,
         numbers: int = 1,
     ):
         """Make a document with facts scattered in real text, and ask for one or several of them.
 
-        depth: the place of the first fact asked for, from 0 (start) to 1 (end). numbers: four-digit
-        numbers per value; the model is trained with one.
+        numbers: four-digit numbers per value; the model is trained with one.
         """
         whole("questions", questions, 1, facts)
-        if depth is not None and not 0 <= depth <= 1:
-            raise ValueError(
-                f"depth {depth} must lie between 0, the text's start, and 1, its end"
-            )
-
         pairs = self.draw_pairs(rng, facts, numbers)
         depths = rng.random(facts)
         chosen = rng.permutation(facts)[:questions]
-        if depth is not None:
-            depths[chosen[0]] = depth
-
         stated = [self.fact(key, value) for key, value in pairs]
         asked = [self.question(*pairs[i]) for i in chosen]
         return self.assemble(rng, T, stated, asked, depths)

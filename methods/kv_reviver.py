@@ -147,13 +147,14 @@ class Sketch:
 
         among (B, H, a): all tokens in the sketch, J if not given; only subclasses use it.
         """
+        among = J if among is None else among
         heads = torch.stack([*self.revive(J, among)])  # (B·H, n, 2D)
         return heads.view(*J.shape, -1).chunk(2, -1)
 
     def revive(
         self,
         J: Tensor,
-        among: Tensor | None = None,
+        among: Tensor,
     ) -> Iterable[Tensor]:
         """Yield the estimates [k | v] of each head, (n, 2D). A head fits into a core's cache."""
         return self.median(self.x, J)

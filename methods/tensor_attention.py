@@ -116,8 +116,6 @@ class FactoredFourCache(FourCache):
         tile: int = 2**18,
     ):
         super().__init__(*place, scale=scale)
-        if tile < 1:
-            raise ValueError(f"tile is {tile}; it must be at least 1 pair")
         self.tile = tile
 
     def one_query(

@@ -186,6 +186,17 @@ def check_tokens(x: Tensor, name: str = "tokens"):
         )
 
 
+def check_ids(tokens: Tensor, V: int):
+    """Raise ValueError unless all ids lie in a vocabulary of V tokens."""
+    low = int(tokens.min())
+    high = int(tokens.max())
+    if low < 0 or high >= V:
+        raise ValueError(
+            f"token id {low if low < 0 else high} lies outside the vocabulary 0 … {V - 1}; "
+            "use the model's own tokenizer"
+        )
+
+
 # ---- a decoder: its Config and its arguments ---------------------------------------------------
 
 SCALING = (  # of Llama 3.1
@@ -218,18 +229,11 @@ def check_config(c):
 def check_forward(model, tokens: Tensor, caches, last: int | None):
     """Raise ValueError unless the arguments fit the decoder and the text is not too long."""
     check_tokens(tokens)
-    V = model.config.vocab_size
     longest = model.config.max_len
     T = tokens.shape[1]
-    # not on a GPU, where reading the two numbers would wait for all work before it
+    # not on a GPU, where reading the ids would wait for all work before it
     if tokens.device.type == "cpu":
-        low = int(tokens.min())
-        high = int(tokens.max())
-        if low < 0 or high >= V:
-            raise ValueError(
-                f"token ids {low} … {high} must lie in the vocabulary "
-                f"0 … {V - 1}; use the model's own tokenizer"
-            )
+        check_ids(tokens, model.config.vocab_size)
     if caches is not None:
         check_caches(caches, len(model.blocks), len(tokens))
     if last is not None:

@@ -10,21 +10,16 @@ from torch import Tensor
 
 from nanollm.attention import wide
 from nanollm.cache import compress, make_cache
-from nanollm.check import check_caches, check_seed, check_tokens, whole
+from nanollm.check import check_caches, check_ids, check_seed, check_tokens, whole
 
 LEAST = 1e-6  # a lower temperature would make logits overflow
 
 
 def check_prompt(model, tokens: Tensor, new: int = 0):
     """Raise ValueError unless the model can read tokens (B, T) and add `new` tokens."""
-    V, longest = model.config.vocab_size, model.config.max_len
+    longest = model.config.max_len
     check_tokens(tokens, "the prompt's tokens")
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= V:
-        raise ValueError(
-            f"token id {low if low < 0 else high} lies outside the vocabulary 0 … {V - 1}; "
-            f"use the model's own tokenizer"
-        )
+    check_ids(tokens, model.config.vocab_size)
     if tokens.shape[1] + new > longest:
         raise ValueError(
             f"{tokens.shape[1]} prompt tokens and {new} new ones exceed the model's length "

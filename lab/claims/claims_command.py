@@ -93,40 +93,39 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     )
     command_line.model_options(parser, without="only the two decoders that ship")
     parser.set_defaults(dtype="float32")  # as in the stored findings
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--claims",
         nargs="+",
         metavar="ID",
         help="the claims to test; default: all that have a rule",
     )
-    parser.add_argument(
+    option(
         "--documents",
         type=int,
         default=32,
         help="documents of each task, and texts; default 32",
     )
-    parser.add_argument(
+    option(
         "--length",
         type=int,
         default=256,
         metavar="TOKENS",
         help="length of each document; default 256",
     )
-    parser.add_argument(
+    option(
         "--seed",
         type=int,
         default=0,
         help="seed of documents and random draws; default 0",
     )
-    parser.add_argument(
+    option(
         "--text",
         type=Path,
         metavar="FILE",
         help="file of text to measure on; default: the text that ships",
     )
-    parser.add_argument(
-        "--json", type=Path, help="write the findings to this file, claim by claim"
-    )
+    option("--json", type=Path, help="write the findings to this file, claim by claim")
     args = parser.parse_args(argv)
     check_seed(args.seed)
     whole("documents", args.documents, 2)
@@ -136,12 +135,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
 
 def is_ours(data: bytes) -> bool:
     """Return whether a file's content is this command's findings."""
-    rows = command_line.read_json(data)
-    return isinstance(rows, list) and rows != [] and all(map(is_finding, rows))
-
-
-def is_finding(row) -> bool:
-    return isinstance(row, dict) and {"claim", "rule", "model", "verdict"} <= row.keys()
+    return command_line.are_rows(data, {"claim", "rule", "model", "verdict"})
 
 
 def stored_rows(args: argparse.Namespace, own: str) -> dict[tuple[str, str], dict]:

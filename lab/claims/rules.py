@@ -10,6 +10,7 @@ a rule's limit, the claim is undecided. Claims about models with billions of par
 on these only (`of_large`).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +31,7 @@ from lab.claims.subject import (
     PART,
     UNFIT,
     Finding,
+    Number,
     Subject,
     above,
     below,
@@ -100,11 +102,7 @@ def P2(on: Subject) -> Finding:
 def P3(on: Subject) -> Finding:
     """Measure L and θ of every head at a quarter of the entries."""
 
-    def largest(
-        A: Tensor,
-        norms: Tensor,
-        values: Tensor,
-    ) -> Tensor:
+    def largest(A: Tensor, _, values: Tensor) -> Tensor:
         # SmolLM2 has heads that give evicted entries 1e-9 of A
         A = A.double()
         values = values.double()
@@ -438,34 +436,34 @@ def R13(on: Subject) -> Finding:
     return Finding(verdict, means({"KVReviver": paper, "full cache": full}))
 
 
+def changed(on: Subject, verdict: Callable, option: str, *others: float) -> Finding:
+    """Measure the change of the KL if an option has other values than the paper's.
+
+    verdict: of a change and a tenth of the KL.
+    """
+    paper = on.kl(KVReviver)
+    limit = 0.1 * paper.mean().item()
+    numbers = {f"KL at {getattr(KVReviver, option)}": mean(paper)}
+    verdicts = []
+    for x in others:
+        change = mean(on.kl(KVReviver, **{option: x}) - paper)
+        numbers[f"change at {x}"] = change
+        verdicts.append(verdict(change, limit))
+    return Finding(both(*verdicts), numbers)
+
+
 def R14(on: Subject) -> Finding:
     """Measure the change of the KL by ReplaceRates of 1.0 and 1.5."""
-    paper = on.kl(KVReviver)
-    often = mean(on.kl(KVReviver, replace_rate=1.0) - paper)
-    seldom = mean(on.kl(KVReviver, replace_rate=1.5) - paper)
-    limit = 0.1 * paper.mean().item()
-    verdict = both(within(often, limit), within(seldom, limit))
-    numbers = {
-        "KL at 1.1": mean(paper),
-        "change at 1.0": often,
-        "change at 1.5": seldom,
-    }
-    return Finding(verdict, numbers)
+    return changed(on, within, "replace_rate", 1.0, 1.5)
 
 
 def R15(on: Subject) -> Finding:
     """Measure the change of the KL by 0.2 and 0.6 of the budget for Recent."""
-    paper = on.kl(KVReviver)
-    few = mean(on.kl(KVReviver, recent=0.2) - paper)
-    many = mean(on.kl(KVReviver, recent=0.6) - paper)
-    limit = 0.1 * paper.mean().item()
-    verdict = both(above(few, -limit), above(many, -limit))
-    numbers = {
-        "KL at 0.45": mean(paper),
-        "change at 0.2": few,
-        "change at 0.6": many,
-    }
-    return Finding(verdict, numbers)
+
+    def no_lower(change: Number, limit: float) -> str:
+        return above(change, -limit)
+
+    return changed(on, no_lower, "recent", 0.2, 0.6)
 
 
 # ---- Scissorhands ----

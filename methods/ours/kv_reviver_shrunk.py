@@ -47,9 +47,9 @@ class MeanSketch(Sketch):
     def revive(
         self,
         J: Tensor,
-        among: Tensor | None = None,
+        among: Tensor,
     ) -> Iterable[Tensor]:
-        return self.median(self.means(J if among is None else among), J)
+        return self.median(self.means(among), J)
 
     def means(self, J: Tensor) -> Tensor:
         """Return the slots, (B, H, r·b, 2D), each divided by how many of J (B, H, a) it has."""
@@ -147,9 +147,8 @@ class ShrunkSketch(SignedSketch):
     def revive(
         self,
         J: Tensor,
-        among: Tensor | None = None,
+        among: Tensor,
     ) -> Iterable[Tensor]:
-        among = J if among is None else among
         x, mean, factor = self.centred(self.bucket(among), self.signs(among))
         for mean_h, estimate in zip(mean.flatten(0, 1), self.median(x, J)):
             yield mean_h + factor * estimate

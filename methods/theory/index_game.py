@@ -6,6 +6,7 @@ query must hold every bit that a query can ask for (claims T5 to T8, T12).
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from methods.tensor_attention import FactoredFourCache
 from nanollm.cache import Slots
-from nanollm.model import Config, rope, rope_frequencies, rotate
+from nanollm.model import rope, rope_frequencies, rotate
 
 # ---- keys that stand apart ---
 
@@ -166,16 +167,12 @@ def rotated_scores(
 
     The vectors are (1, 1, 1, D).
     """
-    one_head = Config(
-        1,
-        max_len=1,
-        n_layers=1,
-        n_heads=1,
-        n_kv_heads=1,
-        d_model=q.shape[-1],
-        d_ff=1,
+    config = SimpleNamespace(
+        head_dim=q.shape[-1],
+        rope_theta=10_000.0,
+        rope_scaling=None,
     )
-    freq = rope_frequencies(one_head)
+    freq = rope_frequencies(config)
 
     def rotated(x, position):
         return rotate(x, *rope(freq, torch.tensor([position + shift])))

@@ -1,7 +1,7 @@
 """Share decoders, loops and tensors among test files."""
 
 from functools import cache as once
-from itertools import product
+from itertools import accumulate, product
 import math
 import os
 import shutil
@@ -21,7 +21,6 @@ from nanollm.cache import (
     PackedSlots,
     compress,
     evict_while_reading,
-    make_cache,
 )
 from nanollm.model import Config, Decoder
 
@@ -81,24 +80,22 @@ def attended(q, segments):
     """
     B, H, _, D = q.shape
     y = torch.zeros_like(q, dtype=torch.float64)
-    weights = [y.new_zeros(len(s.k)) for s in segments]
+    sizes = [len(s.k) for s in segments]
+    k = torch.cat([s.k for s in segments]).double()
+    v = torch.cat([s.v for s in segments]).double()
+    bias = [y.new_zeros(len(s.k)) if s.bias is None else s.bias for s in segments]
+    bias = torch.cat(bias)
+    weight = y.new_zeros(len(k))
     for i, (b, h) in enumerate(product(range(B), range(H))):
         rows = []
-        for s in segments:
-            first = int(s.start[i])
-            rows.append(slice(first, first + int(s.count[i])))
-        k = torch.cat([s.k[own] for s, own in zip(segments, rows)]).double()
-        v = torch.cat([s.v[own] for s, own in zip(segments, rows)]).double()
-        score = q[b, h].double() @ k.T / math.sqrt(D)
-        sizes = [own.stop - own.start for own in rows]
-        for s, own, part in zip(segments, rows, score.split(sizes, 1)):
-            if s.bias is not None:
-                part += s.bias[own]
+        for s, before in zip(segments, accumulate(sizes, initial=0)):
+            first = before + int(s.start[i])
+            rows += range(first, first + int(s.count[i]))
+        score = q[b, h].double() @ k[rows].T / math.sqrt(D) + bias[rows]
         p = score.softmax(-1)
-        y[b, h] = p @ v
-        for weight, own, part in zip(weights, rows, p.sum(0).split(sizes)):
-            weight[own] = part
-    return y, weights
+        y[b, h] = p @ v[rows]
+        weight[rows] = p.sum(0)
+    return y, weight.split(sizes)
 
 
 # ---- one layer: two rows, two key/value heads, three query heads each ---
@@ -228,8 +225,7 @@ def caches_of(model, variant, **options):
     g = torch.Generator().manual_seed(0)
     gates = torch.randn(c.n_layers, width, c.n_kv_heads, generator=g)
     ends = tokenizer.boundaries(ENCODING, c.vocab_size)
-    options = variant.given(gates=gates, ends=ends, **options)
-    return make_cache(model, variant.kind, variant.store, **options)
+    return variant.caches(model, gates=gates, ends=ends, **options)
 
 
 def reading_within(make):

@@ -1,7 +1,6 @@
 """Test the attention of one new token over heads of different length.
 
-Kernel and plain twin equal a loop in float64. test_kernels.py compares them with caches, packed
-ones too.
+Kernels equal a loop in float64. test_kernels.py compares them with caches, packed ones too.
 """
 
 import math
@@ -13,7 +12,7 @@ from common import DEVICE, TOLERANCE, attended, segment
 
 pytest.importorskip("triton")  # Linux only
 
-from kernels.decode_attention import Segment, decode_attention, plain
+from kernels.decode_attention import Segment, decode_attention
 from kernels.launch import split
 
 F32 = torch.float32
@@ -41,7 +40,7 @@ def same(x, expected, rtol=1e-4, atol=1e-5):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_kernel_and_twin_are_the_loop(poisoned, case, dtype):
+def test_the_kernels_are_the_loop(poisoned, case, dtype):
     shape, counts, more, biased = CASES[case]
     D = shape[-1]
     segments = [segment(counts, D, dtype, case, biased)]
@@ -50,20 +49,16 @@ def test_kernel_and_twin_are_the_loop(poisoned, case, dtype):
     q = queries(*shape, seed=99 + case).to(dtype)
     expected, weights = attended(q, segments)
 
-    twin = plain(q, segments, sums=True)
-    kernel = decode_attention(q, segments, sums=True, block=16)
+    y, sums = decode_attention(q, segments, sums=True, block=16)
     tolerance = TOLERANCE[dtype]
-    for y, sums in (twin, kernel):
-        assert y.dtype == dtype
-        assert same(y, expected, **tolerance)
-        for x, weight in zip(sums, weights, strict=True):
-            assert x.dtype == F32
-            assert same(x, weight, atol=max(1e-5, tolerance["atol"]))
+    assert y.dtype == dtype
+    assert same(y, expected, **tolerance)
+    for x, weight in zip(sums, weights, strict=True):
+        assert x.dtype == F32
+        assert same(x, weight, atol=max(1e-5, tolerance["atol"]))
 
     without_sums, none = decode_attention(q, segments, block=16)
-    assert torch.equal(without_sums, kernel[0])
-    assert none == []
-    _, none = plain(q, segments)
+    assert torch.equal(without_sums, y)
     assert none == []
 
 
@@ -126,12 +121,12 @@ def test_slots_in_a_buffer_are_not_copied():
         assert stored.data_ptr() == own.data_ptr()
 
 
-def test_the_twin_reads_queries_in_any_memory_order():
+def test_queries_may_lie_in_any_order_of_memory():
     s = segment([3, 4, 1, 2], 16, F32, 0)
     q = queries(2, 2, 2, 16, seed=1)
     turned = q.transpose(0, 1).contiguous().transpose(0, 1)
-    y, _ = plain(turned, [s])
-    expected, _ = plain(q, [s])
+    y, _ = decode_attention(turned, [s])
+    expected, _ = decode_attention(q, [s])
     assert torch.equal(y, expected)
 
 

@@ -1,4 +1,4 @@
-"""Test window scores: kernels and twin equal the plain code in float64."""
+"""Test window scores: the kernels equal the plain code in float64."""
 
 from pytest import importorskip, mark
 import torch
@@ -25,9 +25,7 @@ from nanollm import window
         ((1, 1, 2, 100, 150, 16), 64, 2),
     ],
 )
-def test_scores_of_kernels_and_twin_are_the_plain_codes(
-    poisoned, sizes, block, sharp, dtype
-):
+def test_scores_of_kernels_are_the_plain_codes(poisoned, sizes, block, sharp, dtype):
     B, H, G, w, n, D = sizes
     off = 1e-5 if dtype == torch.float32 else 2e-3
     off = off * max(1, sharp / 10)
@@ -35,13 +33,17 @@ def test_scores_of_kernels_and_twin_are_the_plain_codes(
     q = sharp * torch.randn(B, H, G, w, D, generator=g)
     q = q.to(DEVICE, dtype)
     k = torch.randn(B, n, H, D, generator=g)
-    k = k.to(DEVICE, dtype).transpose(1, 2)
+    k = k.to(DEVICE, dtype)
+    k = k.transpose(1, 2)
     # tests/helpers/windows.py compares the plain code with a loop
     rows = window.window_rows(q.double(), k.double())
     expected = rows[..., : n - w].mean(3)
-    twin = scoring.plain(q, k)
-    kernels = scoring.window_scores(amid_nan(q), amid_nan(k), block)
-    for score in twin, kernels, window.window_scores(q, k):
+    kernels = scoring.window_scores(
+        amid_nan(q),
+        amid_nan(k),
+        block,
+    )
+    for score in kernels, window.window_scores(q, k):
         assert score.shape == (B, H, G, n - w)
         assert score.dtype == torch.float32
         score = score.double()

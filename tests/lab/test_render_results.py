@@ -67,8 +67,9 @@ def test_records_of_questions_are_stored_as_rows_and_shown_beside_a_peer_s(
     records = []
     for name, ratio, scores in ("full", None, (1, 1)), ("h2o", 0.25, (1, 0)):
         for line, score in enumerate(scores):
-            place = dict(setting="agnostic", task="a", line=line, surprise=1.5, kib=8)
-            records.append(dict(method=name, keep_ratio=ratio, score=score) | place)
+            place = dict(setting="agnostic", task="a", context=line, line=line)
+            numbers = dict(score=score, surprise=1.5, kib=8)
+            records.append(dict(method=name, keep_ratio=ratio) | place | numbers)
     script = f"""
 import json, sys
 print(json.dump(dict(settings={{}}, records={records}), open(sys.argv[-1], "w")))

@@ -69,19 +69,6 @@ def test_needle_is_determined_by_its_facts(split, facts, questions, numbers):
         assert [code[key] for key in keys] == row.answers
 
 
-@pytest.mark.parametrize("depth", [0.3, 1.0])
-def test_depth_places_the_fact_that_is_asked_for(depth):
-    for row in rows("needle", depth=depth, facts=5):
-        question = ENCODING.encode(row.questions[0].removeprefix("\nQ:"))
-        fact = question[:5]  # the code of, key
-        is_fact = sliding_window_view(row.tokens, 5) == fact
-        place = is_fact.all(1).argmax()
-        assert row.roles[place] == FACT
-        is_text = row.roles[1:] == TEXT  # without BOS
-        before = is_text[: place - 1].sum()
-        assert before == round(depth * is_text.sum())
-
-
 @pytest.mark.parametrize("pairs, questions", [(2, 2), (30, 4)])
 def test_pairs_are_determined_by_its_facts(pairs, questions):
     for row in rows("pairs", listed=pairs, questions=questions):
@@ -202,7 +189,6 @@ def test_too_short_a_document_says_how_many_tokens_are_missing(task):
         "pairs listed 5000",
         "pairs questions 17",
         "needle numbers 1000",
-        "needle depth 1.5",
         "copy answer 99",
         "few_shot classes 9",
         "plain seed -1",

@@ -1,4 +1,4 @@
-"""Compare ChunkKV's chunks, scores and choices with loops; check choices shared by layers."""
+"""ChunkKV: chunks of one token, of all the room, and choices shared by layers."""
 
 from functools import partial
 
@@ -6,48 +6,13 @@ import pytest
 import torch
 
 from common import TOKENS, decoder, end
-from methods.baselines.ada_kv import AdaKV
 from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical
 from methods.ours.chunk_kv_semantic import SemanticChunks
 from nanollm import window
 from nanollm.cache import NEVER, Method, crop, make_cache
-from windows import (
-    AGAIN,
-    GROUPED,
-    PROMPTS,
-    TIED,
-    TURNS,
-    Case,
-    by_head,
-    check_walk,
-    chunk_case,
-    compressed,
-    each_walk,
-    Walk,
-)
-
-ADA = AdaKV, dict(floor=0.1), by_head
-CASES = {
-    "chunk": chunk_case(Chunks(5)),
-    "longer than the room": chunk_case(Chunks(30)),
-    "whole": chunk_case(Chunks(5, fill=False)),
-    "mean": chunk_case(Chunks(4, "mean")),
-    "max": chunk_case(Chunks(2, "max")),
-    "on ada": chunk_case(Chunks(3), *ADA),
-    "whole on ada": chunk_case(Chunks(3, fill=False), *ADA),
-}
-
-
-@each_walk(CASES, GROUPED, TIED, AGAIN, *TURNS)
-def test_slots_outputs_and_bytes_equal_the_loops(case, prompt):
-    check_walk(CASES[case], prompt)
-
-
-@each_walk(["chunk", "whole"], *PROMPTS)
-def test_slots_equal_the_loops_in_every_shape_of_prompt(case, prompt):
-    check_walk(CASES[case], prompt)
+from windows import GROUPED, Case, compressed, Walk
 
 
 def kept(Method=ChunkKV, **options):

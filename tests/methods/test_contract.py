@@ -5,7 +5,7 @@ snap_kv, ada_kv+critical, and snap_kv@4, whose entries have 4 bits from the prom
 
 Each layer of a decoder is fed its own random q, k and v. `read` shows what a store holds. Outputs
 are compared with attention over it by definition, and its entries with the text. Which entries a
-method has to keep, a loop in the method's own test file says.
+method has to keep, a loop in its own test file or in test_window_methods.py says.
 """
 
 from contextlib import suppress

@@ -1,12 +1,8 @@
-"""CriticalKV: the two stages against a loop, exact fractions of the budget, norms in 32 bits."""
-
-from functools import partial
+"""CriticalKV: the published code, exact fractions of the budget, norms in 32 bits."""
 
 import pytest
 import torch
 
-from methods.baselines.ada_kv import AdaKV
-from methods.baselines.pyramid_kv import PyramidKV
 from methods.baselines.snap_kv import SnapKV
 from methods.critical_kv import (
     Critical,
@@ -16,42 +12,7 @@ from methods.critical_kv import (
     value_norms,
 )
 from nanollm.window import Window
-from windows import (
-    AGAIN,
-    GROUPED,
-    OTHER_TURNS,
-    PROMPTS,
-    TIED,
-    TURNS,
-    Case,
-    by_depth,
-    by_head,
-    check_walk,
-    compressed,
-    each_walk,
-    in_two_stages,
-)
-
-pooled = partial(in_two_stages, pooled=True)
-as_the_code = partial(pooled, epsilon=1e-4, of_means=True)
-CASES = {
-    "critical": Case(SnapKV, {}, Critical(), choose=in_two_stages),
-    "pooled": Case(SnapKV, {}, PooledCritical(0.5), choose=pooled),
-    "code": Case(SnapKV, {}, CriticalCode(), choose=as_the_code),
-    "on pyramid": Case(PyramidKV, {}, Critical(), by_depth, in_two_stages),
-    "code on ada": Case(AdaKV, dict(floor=0.0), CriticalCode(), by_head, as_the_code),
-}
-ON_ADA = {"on ada": Case(AdaKV, {}, Critical(), by_head, in_two_stages)}
-
-
-@each_walk(CASES, GROUPED, TIED, AGAIN, *TURNS)
-def test_slots_outputs_and_bytes_equal_the_loops(case, prompt):
-    check_walk(CASES[case], prompt)
-
-
-@each_walk(ON_ADA, *PROMPTS, *TURNS, *OTHER_TURNS)
-def test_slots_equal_the_loops_in_every_shape_of_prompt(case, prompt):
-    check_walk(ON_ADA[case], prompt)
+from windows import compressed
 
 
 def test_the_authors_code_adds_a_little_to_scores_and_takes_half_by_weight():

@@ -278,32 +278,28 @@ SKIPS = torch.ones(3, 1, 10, T).tril(30).bool() & (torch.arange(T) != 4)
 
 
 @mark.parametrize(
-    "message, call, family, changed",
+    "message, call",
     [
-        ("all 40 tokens", dict(attention_mask=HIDDEN), "Llama", {}),
-        ("all 40 tokens", dict(attention_mask=HIDDEN[:, -10:]), "GPT2", {}),
-        ("all 40 tokens", dict(attention_mask=torch.ones(1, 40)), "GPT2", {}),
-        ("not causal", dict(attention_mask=torch.zeros(3, 1, 10, T)), "Llama", {}),
-        ("hides tokens", dict(attention_mask=SKIPS), "Llama", {}),
-        ("attention weights", dict(output_attentions=True), "Llama", {}),
-        ("use_cache=False", dict(use_cache=False), "Llama", {}),
-        (
-            "go on from the 30",
-            dict(position_ids=torch.arange(23, 33)[None]),
-            "Llama",
-            {},
-        ),
-        ("go on from", dict(position_ids=torch.arange(30, 40)[None] % 35), "GPT2", {}),
-        ("beyond the 30", dict(tokens=NEW[:, :0]), "Llama", {}),
-        ("1 texts .* read 3", dict(tokens=NEW[:1]), "Llama", {}),
-        ("call model.eval", {}, "Llama", dict(attention_dropout=0.5)),
+        ("all 40 tokens", dict(attention_mask=HIDDEN)),
+        ("all 40 tokens", dict(attention_mask=HIDDEN[:, -10:])),
+        ("all 40 tokens", dict(attention_mask=torch.ones(1, 40))),
+        ("not causal", dict(attention_mask=torch.zeros(3, 1, 10, T))),
+        ("hides tokens", dict(attention_mask=SKIPS)),
+        ("attention weights", dict(output_attentions=True)),
+        ("use_cache=False", dict(use_cache=False)),
+        ("go on from the 30", dict(position_ids=torch.arange(23, 33)[None])),
+        ("go on from", dict(position_ids=torch.arange(30, 40)[None] % 35)),
+        ("beyond the 30", dict(tokens=NEW[:, :0])),
+        ("1 texts .* read 3", dict(tokens=NEW[:1])),
+        ("call model.eval", {}),
     ],
 )
-def test_a_refused_call_leaves_the_memory_as_it_was(message, call, family, changed):
-    model = tiny(family, **changed)
+@mark.parametrize("family", ["Llama", "GPT2"])
+def test_a_refused_call_leaves_the_memory_as_it_was(family, message, call):
+    model = tiny(family)
     memory, expected = attach(model), model(TOKENS[:, :35]).logits[:, 30:]
     read(memory, READ, attention_mask=torch.ones_like(READ))
-    model.train("attention_dropout" in changed)
+    model.train(message == "call model.eval")
     refused(message, read, **dict(memory=memory, tokens=NEW) | call)
     model.eval()
     shown = torch.full((3, 1, 5, 35), -torch.inf).triu(31)

@@ -69,7 +69,7 @@ NO_TOKENS = "must be an int64 tensor"
         (dict(tokens=FIVE.float()), NO_TOKENS),
         (dict(tokens=TOKENS[0]), NO_TOKENS),
         (dict(tokens=TOKENS[:, :0]), NO_TOKENS),
-        (dict(tokens=FIVE + 57), "ids 58 … 116 must lie in the vocabulary 0 … 60"),
+        (dict(tokens=FIVE + 57), "token id 116 lies outside the vocabulary 0 … 60"),
     ],
 )
 def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, message):

@@ -7,7 +7,7 @@ from common import TOKENS, alone, decoder, end
 from methods.baselines.snap_kv import SnapKV
 from nanollm.cache import NEVER, begin_turn, compress, crop, make_cache
 from nanollm.generate import prefill
-from nanollm.window import Window, WindowMethod, window_rows
+from nanollm.window import Window, window_rows
 from stores import SLOT, VECTORS, fill
 
 QUERIES = 2 * 6 * 4 * 8 * 4  # bytes of the last four queries of all heads
@@ -61,19 +61,6 @@ def test_the_windows_queries_count_as_memory_until_the_prompt_is_compressed():
     assert layer.bytes()[0] == QUERIES + 4 * (18 * SLOT + VECTORS) + 20
     end(layer)
     assert layer.bytes() == (4 * 10 * SLOT + 20,) * 2
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ((8, 8), "budget 8 must exceed the window 8"),
-        ((20, 0), "window_size 0"),
-        ((20, 8, 2), "kernel_size 2"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        WindowMethod(*options)
 
 
 def test_tokens_that_the_window_looked_at_are_forgotten_only_for_the_compression():

@@ -27,7 +27,8 @@ def drawn(dtype=F64):
 
 
 def layer_of(*options):
-    return alone(Quantized(*options), w_o=torch.zeros(1, H * G, D))
+    w_o = torch.zeros(1, H * G, D)
+    return alone(Quantized(*options), w_o=w_o)
 
 
 CASES = {  # bits, group_size, residual_length, tokens of the prompt
@@ -43,8 +44,8 @@ FIRST = torch.tensor([[1000], [7]], dtype=torch.int32)
 
 def feed(layer, prompt, chunk, block):
     """Feed a text, `chunk` prompt tokens at a time, then `block`; yield parts and outputs."""
-    starts = [*range(0, prompt, chunk), *range(prompt, T, block)]
-    for a, b in pairwise([*starts, T]):
+    starts = [*range(0, prompt, chunk), *range(prompt, T, block), T]
+    for a, b in pairwise(starts):
         pos = FIRST + torch.arange(a, b, dtype=torch.int32)
         y = layer.attend(*(x[:, :, a:b] for x in drawn()), pos)
         if b == prompt:
@@ -153,8 +154,3 @@ def test_head_dims_are_multiples_of_8_and_of_the_group():
     model = decoder(head_dim=16)
     with pytest.raises(ValueError, match="16 must be a multiple of 8, and of 12"):
         make_cache(model, Quantized, group_size=12)
-
-
-def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="bits 9"):
-        Quantized(bits=9)

@@ -39,8 +39,3 @@ def test_it_differs_by_seed_layer_head_and_row_and_by_nothing_else():
     assert torch.equal(one, kept(0))
     both = torch.cat((one, kept(1))).flatten(0, 2)
     assert len(both.unique(dim=0)) == 2 * 3 * 2 * 2
-
-
-def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="budget 0 must be at least 1"):
-        RandomEviction(budget=0)
