@@ -163,6 +163,12 @@ class TrainingTasks:
     def made(self) -> Tasks:
         return Tasks(self.encoding, "train")
 
+    def asked(self, config) -> list:
+        """Return the contexts with questions from which gates learn, as `lessons.Asked`."""
+        from lab.lessons import lessons  # which imports this file
+
+        return lessons(self.encoding, config, self.made)
+
     def __getattr__(self, name: str):
         return getattr(self.made, name)
 

@@ -1,29 +1,44 @@
 """Ours: gates that learn from questions which entries an answer needs.
 
 Fast KVzip's gates (methods/baselines/kvzip_fast.py) imitate KVzip's scores. These learn from what
-eviction does to answers. A step of the training reads a question behind a context that the gates
-have thinned. The scores s of entries that would have made the right answer likelier rise:
+eviction does to answers. A step of the training reads questions behind a context that the gates
+have thinned. The scores s of entries that would have made the right answers likelier rise:
 
-    keep_i = 1 if s_i ≥ θ, else 0,   s_i = x_i W + b;   θ lets a share of all heads' entries stay
+    keep_i = 1 if s_i ≥ θ, else 0,   θ lets a share of all heads' entries stay
+    s_i = x_i W + b + (a if i is one of the first 4) + (c if i is one of the newest 8)
     p_i = keep_i e^{q·k_i/√D} / Σ_j keep_j e^{q·k_j/√D},   loss = −mean log p(right answer)
     ∂keep_i/∂s_j := w_i (δ_ij − w_j / Σw),   w the slope of the sigmoid σ((s − θ)/τ) in s
 
 Attention is exact: an entry is there or not. The derivative is that of a soft choice σ((s − θ)/τ)
 whose θ moves so that its sum stays (a straight-through estimator, Bengio et al., arXiv 1308.3432).
 
-The first and the newest entries of a head stay, as in Fast KVzip: keep is 1 and w is 0.
+x_i does not tell where token i stands, so each head learns a and c. Fast KVzip always keeps the
+first and the newest entries of every head; with a thirty-second of 512 tokens, that is most of the
+budget. Here only the first always stays.
 
-The training begins with gates that imitate KVzip on a few texts. Its questions are those of four
-tasks, worded as in the tests, about text, words and numbers that no test uses.
+The training begins with gates that imitate KVzip on a few texts. Its questions are those of
+lab/lessons.py. A question that the full cache cannot answer does not teach.
+
+Nearest in print, where the parts come from:
+- DuoAttention (arXiv 2410.10819): synthetic questions behind long texts teach a frozen decoder's
+  gates. There a gate decides about a head, not an entry, and learns from the outputs' distance.
+- Locret (2410.01805): answers teach an entry's score. There the target is the answer's attention;
+  nothing is evicted while learning.
+- DMS (2506.05345), Attention-Gate (2410.12876): decisions about entries, learned through the loss.
+  There the decoder, or a module of attention, learns too.
+- KV-Distill (2503.10337), TrimKV (2512.03324), WG-KV (2512.17452): no question is known. There the
+  full cache's outputs teach.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 import torch.nn.functional as F
-from tqdm import trange
+from tqdm import tqdm, trange
 
 from methods.baselines.kvzip_fast import FastKVzip, Teacher, fit, lessons
 from nanollm.attention import probabilities, visible, wide
@@ -32,55 +47,63 @@ from nanollm.generate import prefill
 from nanollm.model import rope, rotate
 
 
+FIRST = 4  # entries with a weight of their own, a
+NEWEST = 8  # and c
+HARD = 1.5  # nats a token; a question of which the full cache says more does not teach
+
+
+@dataclass
 class QuestionGates(FastKVzip):
+    # (2, L, H): a and c of each head; `calibrate` makes them
+    ends: Tensor | None = None
+    recent: int = 0  # newest entries of each head, which stay whatever their scores
+    sinks: int = 1  # first entries of each head, which stay whatever their scores
+
+    def scores(self, model, tokens: Tensor, layers: list[Slots]) -> list[Tensor]:
+        found = super().scores(model, tokens, layers)
+        added = at_ends(self.ends.to(found[0]), tokens.shape[1])
+        return [score + more for score, more in zip(found, added)]
+
     @staticmethod
     def calibrate(model, tasks) -> dict:
-        """Return the options that depend on the decoder. tasks: `Tasks` of the training text."""
+        """Return the options that depend on the decoder. tasks: `TrainingTasks`."""
         imitating = fit(*lessons(model, tasks, documents=8))
-        return dict(gates=taught(model, tasks, imitating))
+        return taught(model, tasks.asked(model.config), imitating)
 
 
-class Asked(NamedTuple):
-    """Documents of one task, whose contexts have been read."""
+def at_ends(ends: Tensor, T: int) -> Tensor:
+    """Return what `ends` (2, L, H) adds to the scores of T entries, (L, H, T)."""
+    i = torch.arange(T, device=ends.device)
+    first, newest = ends[..., None]
+    return first * (i < FIRST) + newest * (i >= T - NEWEST)
 
-    # of each layer, the gates' inputs (B, T, n), in 16 bits, in CPU memory
-    context: list[Tensor]
+
+class Lesson(NamedTuple):
+    """A context that has been read, and R questions on it."""
+
+    # of each layer, the gates' inputs (1, T, n), in 16 bits, in CPU memory
+    inputs: list[Tensor]
     sliding: list[Slots]  # caches of the layers that slide; they have no gates
-    tokens: Tensor  # (B, T'), question and answer
-    n: int  # tokens of the answer, at the end of T'
+    tokens: Tensor  # (R, T'), questions and answers
+    right: Tensor  # (R, T') of bool, the answers' tokens
 
 
 @torch.no_grad()
-def ask(
-    model,
-    tasks,
-    task_names: tuple[str, ...],
-    documents: int,
-    T: int,
-    seed: int,
-    rows: int,
-) -> list[Asked]:
-    """Read `documents` of T tokens for each task, `rows` at a time. The tasks take turns."""
-    device = model.embed.weight.device
-    T = min(T, model.config.max_len)
-    batches = [tasks.batch(task, seed, documents, T) for task in task_names]
-    asked = []
-    for first in trange(
-        0, documents, rows, desc="questions", leave=False, disable=None
-    ):
-        for batch in batches:
-            tokens = torch.from_numpy(batch.tokens[first : first + rows])
-            tokens = tokens.to(device)
-            answer = batch.answers[0]
-            caches = make_cache(model, Teacher, budget=T)
-            prefill(model, tokens[:, : batch.question], caches, 64)
-            layers = full_layers(caches)
-            context = [layer.notes["inputs"].half() for layer in layers]
-            sliding = [layer for layer in caches if layer not in layers]
-            question = tokens[:, batch.question : answer.stop]
-            n = answer.stop - answer.start
-            asked.append(Asked(context, sliding, question, n))
-    return asked
+def learn_from(model, asked) -> Lesson | None:
+    """Read the context of `asked`, a context (1, T), tokens and right (R, T').
+
+    Return None if the full cache answers none of the questions.
+    """
+    context, tokens, right = (x.to(model.embed.weight.device) for x in asked)
+    caches = make_cache(model, Teacher, budget=context.shape[1])
+    prefill(model, context, caches, 128)
+    layers = full_layers(caches)
+    inputs = [layer.notes["inputs"].half() for layer in layers]
+    sliding = [layer for layer in caches if layer not in layers]
+    lesson = Lesson(inputs, sliding, tokens, right)
+    everything = layers[0].k.new_ones(1, len(layers), *layers[0].pos.shape[1:])
+    some = surprise(model, lesson, everything) < HARD
+    return lesson._replace(tokens=tokens[some], right=right[some]) if some.any() else None
 
 
 class Kept(Slots):
@@ -133,70 +156,82 @@ def chosen(
     return (ranked >= theta).to(s) + slope * (s - s.detach())
 
 
-def surprise(model, asked: Asked, keep: Tensor) -> Tensor:
-    """Return the mean −log p of the right answer's tokens if `keep` (B, L, H, T) stay."""
+def surprise(model, lesson: Lesson, keep: Tensor) -> Tensor:
+    """Return each question's mean −log p of its answer, (R,), if `keep` (1, L, H, T) stay."""
     c = model.config
-    layers = make_cache(model, store=partial(Kept, keep=keep))
-    for layer in copied(asked.sliding):
+    R = len(lesson.tokens)
+    layers = make_cache(model, store=partial(Kept, keep=keep.expand(R, -1, -1, -1)))
+    for layer in copied(lesson.sliding):
         layers[layer.block] = layer
-    for layer, x in zip(full_layers(layers), asked.context):
+    for layer, x in zip(full_layers(layers), lesson.inputs):
         x = x.to(layer.w_o).unflatten(2, (-1, c.head_dim))
-        x = x.transpose(1, 2)
+        x = x.transpose(1, 2).expand(R, -1, -1, -1)
         _, k, v = x.split((c.n_heads, c.n_kv_heads, c.n_kv_heads), 1)
         pos = torch.arange(x.shape[2], device=x.device)[None]
         angles = rope(layer.freq, pos)
-        layer.write(rotate(k, *angles), v, pos)
-    logits = wide(model(asked.tokens[:, :-1], layers, last=asked.n))
-    right = asked.tokens[:, -asked.n :]
-    return F.cross_entropy(logits.flatten(0, 1), right.flatten())
+        layer.write(rotate(k, *angles), v, pos.expand(R, -1))
+    logits = wide(model(lesson.tokens[:, :-1], layers))
+    nats = F.cross_entropy(logits.mT, lesson.tokens[:, 1:], reduction="none")
+    right = lesson.right[:, 1:]
+    return (nats * right).sum(1) / right.sum(1)
 
 
 def taught(
     model,
-    tasks,
+    asked: Iterable,
     gates: Tensor,
-    documents: int = 32,
-    T: int = 512,
-    steps: int = 300,
-    rows: int = 4,
-    rate: float = 0.001,
-    shares: tuple[float, ...] = (1 / 4, 1 / 8, 1 / 16),
+    steps: int = 450,
+    rate: float = 0.0015,
+    ends_rate: float = 0.05,
+    shares: tuple[float, ...] = (1 / 8, 1 / 16, 1 / 32),
     seed: int = 0,
-    task_names: tuple[str, ...] = ("needle", "copy", "pairs", "few_shot"),
-) -> Tensor:
-    """Return gates (L, n + 1, H) that have learned from questions, beginning with `gates`.
+) -> dict:
+    """Return gates (L, n + 1, H), which begin with `gates`, and ends, learned from questions.
 
-    Each task has `documents` of T tokens. A step takes `rows` of them, all of one task, and evicts
-    all but one of `shares`. Adam's rate, in units of the inputs' spread in the first step, falls
-    from `rate` to 0.
+    asked: as in `learn_from`. A step takes one context and one of `shares`. Adam's rates fall from
+    `rate`, in units of the inputs' spread, and `ends_rate` to 0.
     """
-    asked = ask(model, tasks, task_names, documents, T, seed, rows)
+    asked = tqdm(asked, "lessons", leave=False, disable=None)
+    read = [learn_from(model, x) for x in asked]
+    read = [lesson for lesson in read if lesson]
     device = model.embed.weight.device
-    x = torch.stack(asked[0].context).float()
-    x = x.flatten(1, 2).to(device)  # (L, B·T, n)
+    x = torch.cat([torch.stack(lesson.inputs)[:, 0] for lesson in read[::4]], 1)
+    x = x.float().to(device)  # (L, tokens, n)
     mean = x.mean(1, keepdim=True)
     spread = x.std(1, keepdim=True) + 1e-6
     W, b = gates.to(device).split((x.shape[2], 1), 1)
     b = (b + mean @ W).requires_grad_()
     W = (W * spread.mT).requires_grad_()
-    adam = torch.optim.Adam([W, b], rate, betas=(0.9, 0.99))
+    ends = W.new_tensor([6.0, 6.0])[:, None, None].repeat(1, len(W), W.shape[2])
+    ends.requires_grad_()
+    adam = torch.optim.Adam(
+        [dict(params=[W, b]), dict(params=[ends], lr=ends_rate)], rate, (0.9, 0.99)
+    )
+    falling = torch.optim.lr_scheduler.LinearLR(adam, 1, 0, steps)
 
-    for step in trange(steps, desc="gates", leave=False, disable=None):
-        part = asked[step % len(asked)]
-        share = shares[step % len(shares)]
+    generator = torch.Generator().manual_seed(seed)
+    order = []
+    for _ in trange(steps, desc="gates", leave=False, disable=None):
+        if not order:
+            order = torch.randperm(len(read), generator=generator).tolist()
+        lesson = read[order.pop()]
+        share = shares[torch.randint(len(shares), (), generator=generator)]
         with torch.enable_grad():
             s = []
-            for i, x in enumerate(part.context):
-                inputs = (x.to(W) - mean[i]) / spread[i]
-                s.append((inputs @ W[i] + b[i]).mT)
+            for i, x in enumerate(lesson.inputs):
+                x = (x.to(W) - mean[i]) / spread[i]
+                s.append((x @ W[i] + b[i]).mT)
             s = torch.stack(s, 1)
-            keep = chosen(s, share, FastKVzip.sinks, FastKVzip.recent)
-            loss = surprise(model, part, keep)
-            W.grad, b.grad = torch.autograd.grad(loss, (W, b))
-        adam.param_groups[0]["lr"] = rate * (1 - step / steps)
+            s = s + at_ends(ends, s.shape[-1])
+            keep = chosen(s, share, QuestionGates.sinks, QuestionGates.recent)
+            loss = surprise(model, lesson, keep).mean()
+            grads = torch.autograd.grad(loss, (W, b, ends))
+        W.grad, b.grad, ends.grad = grads
         adam.step()
+        falling.step()
     W = W.detach() / spread.mT
-    return torch.cat((W, b.detach() - mean @ W), 1).cpu()
+    b = b.detach() - mean @ W
+    return dict(gates=torch.cat((W, b), 1).cpu(), ends=ends.detach().cpu())
 
 
 variants = {"question_gates": QuestionGates}

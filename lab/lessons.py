@@ -1,0 +1,97 @@
+"""What gates learn from: contexts in tokens, each with questions and their right answers.
+
+The recipe, one for every decoder: questions made by rule (made_questions.py), the tasks of
+tasks.py, plain text, whose continuation is the answer, and natural questions on passages of our
+own. None of them is in a test. Behind a third of the contexts the first question is known: it is
+part of what the gates thin.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from lab.made_questions import Maker
+from lab.question_file import Encoder, Question, contexts, read
+from lab.tasks import Batch, Tasks
+
+NATURAL = Path(__file__).parent / "natural_teach.jsonl"
+T = 512  # tokens of a context
+# task: how many contexts, and the options of Tasks
+TASKS = {
+    "needle": (10, dict(questions=4)),
+    "pairs": (10, dict(questions=4)),
+    "few_shot": (10, {}),
+    "copy": (10, {}),
+}
+PLAIN = 12  # texts
+CONTINUED = 64  # tokens of their ends, which are the answers
+MADE = 72  # contexts
+
+
+class Asked(NamedTuple):
+    """A context, and R questions on it."""
+
+    context: Tensor  # (1, T)
+    tokens: Tensor  # (R, T'), questions and answers; zeros fill the rows
+    right: Tensor  # (R, T') of bool, the answers' tokens
+
+
+def lessons(encoding, config, tasks: Tasks, seed: int = 0) -> list[Asked]:
+    """Return the contexts of the recipe that a decoder can read."""
+    encoder = Encoder(encoding, config)
+    maker = Maker(encoding, "train", seed)
+    length = min(T, config.max_len)
+    groups = contexts(read(NATURAL))
+    for i in range(MADE):
+        groups.append(maker.context(length * (2 + i % 3) // 4))
+    found = []
+    for i, some in enumerate(groups):
+        found.append(of_questions(encoder, some, known=i % 3 == 2))
+    for task, (n, options) in TASKS.items():
+        batch = tasks.batch(task, seed, n, length, **options)
+        found += [of_task(batch, i, known=i % 3 == 2) for i in range(n)]
+    plain = torch.from_numpy(tasks.batch("plain", seed, PLAIN, length).tokens)
+    for text in plain.split(1):
+        found.append(continued(text))
+    return [x for x in found if x.context.shape[1] + x.tokens.shape[1] <= config.max_len]
+
+
+def of_questions(
+    encoder: Encoder, questions: list[Question], known: bool = False
+) -> Asked:
+    """Return questions of one context in tokens; if one is `known`, the first one only."""
+    context = encoder.context(questions[0].context)
+    rows = []
+    right = []
+    for question in questions[:1] if known else questions:
+        asked, lead, answer = encoder.question(question)
+        if known:
+            context = torch.cat((context, asked), 1)
+            asked = asked[:, :0]
+        row = torch.cat((asked, lead, answer), 1)[0]
+        rows.append(row)
+        right.append(torch.arange(len(row)) >= len(row) - answer.shape[1])
+    return Asked(context, pad_sequence(rows, True), pad_sequence(right, True))
+
+
+def of_task(batch: Batch, i: int, known: bool = False) -> Asked:
+    """Return document i, whose questions are one row; the first one may be `known`."""
+    end = batch.answers[-1].stop
+    tokens = torch.from_numpy(batch.tokens[i : i + 1, :end])
+    right = torch.zeros_like(tokens, dtype=torch.bool)
+    for answer in batch.answers:
+        right[:, answer] = True
+    q = batch.answers[0].start - 1 if known else batch.question
+    return Asked(tokens[:, :q], tokens[:, q:], right[:, q:])
+
+
+def continued(text: Tensor) -> Asked:
+    """Return plain text (1, T) whose last tokens, but for the first of them, are the answer."""
+    n = text.shape[1] - CONTINUED
+    tokens = text[:, n:]
+    right = torch.ones_like(tokens, dtype=torch.bool)
+    right[:, 0] = False
+    return Asked(text[:, :n], tokens, right)
