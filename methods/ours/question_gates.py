@@ -36,7 +36,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 import torch.nn.functional as F
 from tqdm import tqdm, trange
 
@@ -55,13 +55,20 @@ HARD = 1.5  # nats a token; a question of which the full cache says more does no
 @dataclass
 class QuestionGates(FastKVzip):
     # (2, L, H): a and c of each head; `calibrate` makes them
-    ends: Tensor | None = None
+    edges: Tensor | None = None
     recent: int = 0  # newest entries of each head, which stay whatever their scores
     sinks: int = 1  # first entries of each head, which stay whatever their scores
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.edges is None:
+            raise ValueError(
+                "QuestionGates needs edges; give those that QuestionGates.calibrate makes"
+            )
+
     def scores(self, model, tokens: Tensor, layers: list[Slots]) -> list[Tensor]:
         found = super().scores(model, tokens, layers)
-        added = at_ends(self.ends.to(found[0]), tokens.shape[1])
+        added = edged(self.edges.to(found[0]), tokens.shape[1])
         return [score + more for score, more in zip(found, added)]
 
     @staticmethod
@@ -71,10 +78,10 @@ class QuestionGates(FastKVzip):
         return taught(model, tasks.asked(model.config), imitating)
 
 
-def at_ends(ends: Tensor, T: int) -> Tensor:
-    """Return what `ends` (2, L, H) adds to the scores of T entries, (L, H, T)."""
-    i = torch.arange(T, device=ends.device)
-    first, newest = ends[..., None]
+def edged(edges: Tensor, T: int) -> Tensor:
+    """Return what `edges` (2, L, H) adds to the scores of T entries, (L, H, T)."""
+    i = torch.arange(T, device=edges.device)
+    first, newest = edges[..., None]
     return first * (i < FIRST) + newest * (i >= T - NEWEST)
 
 
@@ -94,16 +101,21 @@ def learn_from(model, asked) -> Lesson | None:
 
     Return None if the full cache answers none of the questions.
     """
-    context, tokens, right = (x.to(model.embed.weight.device) for x in asked)
-    caches = make_cache(model, Teacher, budget=context.shape[1])
+    device = model.embed.weight.device
+    context, tokens, right = (x.to(device) for x in asked)
+    T = context.shape[1]
+    caches = make_cache(model, Teacher, budget=T)
     prefill(model, context, caches, 128)
     layers = full_layers(caches)
     inputs = [layer.notes["inputs"].half() for layer in layers]
     sliding = [layer for layer in caches if layer not in layers]
     lesson = Lesson(inputs, sliding, tokens, right)
-    everything = layers[0].k.new_ones(1, len(layers), *layers[0].pos.shape[1:])
+    heads = layers[0].k.shape[1]
+    everything = torch.ones(1, len(layers), heads, T, device=device)
     some = surprise(model, lesson, everything) < HARD
-    return lesson._replace(tokens=tokens[some], right=right[some]) if some.any() else None
+    if not some.any():
+        return None
+    return lesson._replace(tokens=tokens[some], right=right[some])
 
 
 class Kept(Slots):
@@ -160,20 +172,64 @@ def surprise(model, lesson: Lesson, keep: Tensor) -> Tensor:
     """Return each question's mean −log p of its answer, (R,), if `keep` (1, L, H, T) stay."""
     c = model.config
     R = len(lesson.tokens)
-    layers = make_cache(model, store=partial(Kept, keep=keep.expand(R, -1, -1, -1)))
+    keep = keep.expand(R, -1, -1, -1)
+    store = partial(Kept, keep=keep)
+    layers = make_cache(model, store=store)
     for layer in copied(lesson.sliding):
+        layer.ids = None  # it forgets which tokens it has read
+        for name, x in layer.slots.items():
+            layer.slots[name] = x.repeat_interleave(R, 0)
         layers[layer.block] = layer
     for layer, x in zip(full_layers(layers), lesson.inputs):
-        x = x.to(layer.w_o).unflatten(2, (-1, c.head_dim))
-        x = x.transpose(1, 2).expand(R, -1, -1, -1)
-        _, k, v = x.split((c.n_heads, c.n_kv_heads, c.n_kv_heads), 1)
+        x = x.to(layer.w_o)
+        x = x.unflatten(2, (-1, c.head_dim))
+        x = x.transpose(1, 2)
+        x = x.expand(R, -1, -1, -1)
+        heads = c.n_heads, c.n_kv_heads, c.n_kv_heads
+        _, k, v = x.split(heads, 1)
         pos = torch.arange(x.shape[2], device=x.device)[None]
         angles = rope(layer.freq, pos)
         layer.write(rotate(k, *angles), v, pos.expand(R, -1))
-    logits = wide(model(lesson.tokens[:, :-1], layers))
-    nats = F.cross_entropy(logits.mT, lesson.tokens[:, 1:], reduction="none")
+    logits = model(lesson.tokens[:, :-1], layers)
+    logits = wide(logits).mT  # (R, V, T' − 1)
+    following = lesson.tokens[:, 1:]
     right = lesson.right[:, 1:]
+    nats = F.cross_entropy(logits, following, reduction="none")
     return (nats * right).sum(1) / right.sum(1)
+
+
+class Learner(nn.Module):
+    """Gates that learn. Inside, their inputs have mean 0 and spread 1."""
+
+    def __init__(self, gates: Tensor, x: Tensor):
+        """gates (L, n + 1, H): to begin with. x (L, tokens, n): examples of their inputs."""
+        super().__init__()
+        self.mean = x.mean(1, keepdim=True)
+        self.spread = x.std(1, keepdim=True) + 1e-6
+        n = x.shape[2]
+        W, b = gates.to(x).split((n, 1), 1)
+        self.W = nn.Parameter(W * self.spread.mT)
+        self.b = nn.Parameter(b + self.mean @ W)
+        L, _, H = W.shape
+        self.edges = nn.Parameter(x.new_full((2, L, H), 6.0))
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        """Return the scores (1, L, H, T) of inputs (1, T, n) of each layer."""
+        scores = []
+        for i, x in enumerate(inputs):
+            x = x.to(self.mean)
+            x = (x - self.mean[i]) / self.spread[i]
+            s = x @ self.W[i] + self.b[i]
+            scores.append(s.mT)
+        s = torch.stack(scores, 1)
+        return s + edged(self.edges, s.shape[-1])
+
+    def learned(self) -> dict:
+        """Return the method's options."""
+        W = self.W.detach() / self.spread.mT
+        b = self.b.detach() - self.mean @ W
+        gates = torch.cat((W, b), 1)
+        return dict(gates=gates.cpu(), edges=self.edges.detach().cpu())
 
 
 def taught(
@@ -182,56 +238,46 @@ def taught(
     gates: Tensor,
     steps: int = 450,
     rate: float = 0.0015,
-    ends_rate: float = 0.05,
+    edges_rate: float = 0.05,
     shares: tuple[float, ...] = (1 / 8, 1 / 16, 1 / 32),
     seed: int = 0,
 ) -> dict:
-    """Return gates (L, n + 1, H), which begin with `gates`, and ends, learned from questions.
+    """Return gates (L, n + 1, H), which begin with `gates`, and edges, learned from questions.
 
     asked: as in `learn_from`. A step takes one context and one of `shares`. Adam's rates fall from
-    `rate`, in units of the inputs' spread, and `ends_rate` to 0.
+    `rate` and `edges_rate` to 0.
     """
-    asked = tqdm(asked, "lessons", leave=False, disable=None)
-    read = [learn_from(model, x) for x in asked]
-    read = [lesson for lesson in read if lesson]
-    device = model.embed.weight.device
-    x = torch.cat([torch.stack(lesson.inputs)[:, 0] for lesson in read[::4]], 1)
-    x = x.float().to(device)  # (L, tokens, n)
-    mean = x.mean(1, keepdim=True)
-    spread = x.std(1, keepdim=True) + 1e-6
-    W, b = gates.to(device).split((x.shape[2], 1), 1)
-    b = (b + mean @ W).requires_grad_()
-    W = (W * spread.mT).requires_grad_()
-    ends = W.new_tensor([6.0, 6.0])[:, None, None].repeat(1, len(W), W.shape[2])
-    ends.requires_grad_()
-    adam = torch.optim.Adam(
-        [dict(params=[W, b]), dict(params=[ends], lr=ends_rate)], rate, (0.9, 0.99)
-    )
+    lessons = []
+    for x in tqdm(asked, "lessons", leave=False, disable=None):
+        lesson = learn_from(model, x)
+        if lesson:
+            lessons.append(lesson)
+    some = [torch.cat(lesson.inputs) for lesson in lessons[::4]]  # (L, T, n) each
+    x = torch.cat(some, 1).float()
+    learner = Learner(gates, x.to(model.embed.weight.device))
+    slow = dict(params=[learner.W, learner.b])
+    fast = dict(params=[learner.edges], lr=edges_rate)
+    adam = torch.optim.Adam([slow, fast], rate, betas=(0.9, 0.99))
     falling = torch.optim.lr_scheduler.LinearLR(adam, 1, 0, steps)
 
     generator = torch.Generator().manual_seed(seed)
     order = []
     for _ in trange(steps, desc="gates", leave=False, disable=None):
         if not order:
-            order = torch.randperm(len(read), generator=generator).tolist()
-        lesson = read[order.pop()]
-        share = shares[torch.randint(len(shares), (), generator=generator)]
+            order = torch.randperm(len(lessons), generator=generator).tolist()
+        lesson = lessons[order.pop()]
+        i = torch.randint(len(shares), (), generator=generator)
         with torch.enable_grad():
-            s = []
-            for i, x in enumerate(lesson.inputs):
-                x = (x.to(W) - mean[i]) / spread[i]
-                s.append((x @ W[i] + b[i]).mT)
-            s = torch.stack(s, 1)
-            s = s + at_ends(ends, s.shape[-1])
-            keep = chosen(s, share, QuestionGates.sinks, QuestionGates.recent)
+            s = learner(lesson.inputs)
+            keep = chosen(s, shares[i], QuestionGates.sinks, QuestionGates.recent)
             loss = surprise(model, lesson, keep).mean()
-            grads = torch.autograd.grad(loss, (W, b, ends))
-        W.grad, b.grad, ends.grad = grads
+            parameters = [*learner.parameters()]
+            grads = torch.autograd.grad(loss, parameters)
+        for parameter, grad in zip(parameters, grads):
+            parameter.grad = grad
         adam.step()
         falling.step()
-    W = W.detach() / spread.mT
-    b = b.detach() - mean @ W
-    return dict(gates=torch.cat((W, b), 1).cpu(), ends=ends.detach().cpu())
+    return learner.learned()
 
 
 variants = {"question_gates": QuestionGates}

@@ -224,8 +224,12 @@ def caches_of(model, variant, **options):
     width = (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 1
     g = torch.Generator().manual_seed(0)
     gates = torch.randn(c.n_layers, width, c.n_kv_heads, generator=g)
-    ends = tokenizer.boundaries(ENCODING, c.vocab_size)
-    return variant.caches(model, gates=gates, ends=ends, **options)
+    learned = dict(
+        gates=gates,
+        edges=torch.randn(2, c.n_layers, c.n_kv_heads, generator=g),
+        ends=tokenizer.boundaries(ENCODING, c.vocab_size),
+    )
+    return variant.caches(model, **learned, **options)
 
 
 def reading_within(make):

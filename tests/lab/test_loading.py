@@ -72,7 +72,8 @@ def test_nothing_is_learned_anew_of_a_decoder_that_ships(folder, monkeypatch):
     for kind in FastKVzip, QuestionGates:
         monkeypatch.setattr(kind, "calibrate", None)  # not to be called
     for name in "question_gates", "question_gates@4":
-        assert calibrated(pick([name])[name], model, ENCODING).keys() == {"gates"}
+        learned = calibrated(pick([name])[name], model, ENCODING)
+        assert learned.keys() == {"gates", "edges"}
     mine = variant(partial(FastKVzip, recent=16))
     gates = calibrated(mine, model, ENCODING)["gates"]
     ships = calibrated(variant(FastKVzip), model, ENCODING)

@@ -115,6 +115,7 @@ def options_of(dtype) -> dict:
     gates = torch.randn(LAYERS, inputs + 1, H, generator=g)
     ends = torch.rand(50, generator=g) < 0.2
     small = dict(budget=BUDGET, window_size=4, group_size=8, slack=2)
+    small["edges"] = torch.randn(2, LAYERS, H, generator=g)
     return small | dict(gates=gates.to(dtype), ends=ends)
 
 

@@ -18,7 +18,7 @@ from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip, Teacher
 from methods.baselines.pyramid_kv import PyramidKV
 from methods.baselines.snap_kv import SnapKV
-from methods.ours.question_gates import Asked, surprise
+from methods.ours.question_gates import Lesson, surprise
 from nanollm.bridge import Bridged, attach
 from nanollm.cache import compress, crop, full_layers, make_cache, rereading
 from nanollm.generate import prefill
@@ -210,26 +210,34 @@ def test_gates_learn_through_layers_that_slide():
     bridged = Bridged(model)
     n = 40
     caches = make_cache(bridged, Teacher, budget=T)
-    prefill(bridged, TOKENS[:, :n], caches)
+    context = TOKENS[:1, :n]
+    prefill(bridged, context, caches)
     layers = full_layers(caches)
-    context = [layer.notes["inputs"] for layer in layers]
+    inputs = [layer.notes["inputs"] for layer in layers]
     sliding = [layer for layer in caches if layer not in layers]
-    asked = Asked(context, sliding, TOKENS[:, n:], 3)
-    keep = torch.ones(2, 2, 2, n)
-    logits = model(TOKENS).logits[:, -4:-1]
+    asked = TOKENS[:, n:]
+    right = torch.zeros_like(asked, dtype=torch.bool)
+    right[:, -3:] = True
+    lesson = Lesson(inputs, sliding, asked, right)
+    keep = torch.ones(1, 2, 2, n)
+    logits = model(torch.cat((context.expand(2, -1), asked), 1)).logits[:, -4:-1]
     own = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), TOKENS[:, -3:].flatten()
+        logits.mT, TOKENS[:, -3:], reduction="none"
     )
-    same(surprise(bridged, asked, keep), own)
+    same(surprise(bridged, lesson, keep), own.mean(1))
+
+    def loss(keep):
+        return surprise(bridged, lesson, keep).mean()
+
     with torch.enable_grad():
         keep.requires_grad_()
-        (slope,) = torch.autograd.grad(surprise(bridged, asked, keep), keep)
+        (slope,) = torch.autograd.grad(loss(keep), keep)
     at = slope.abs().flatten().argmax()
     losses = []
     for step in 0.05, -0.05:
         moved = keep.detach().clone()
         moved.view(-1)[at] += step
-        losses.append(surprise(bridged, asked, moved))
+        losses.append(loss(moved))
     same((losses[0] - losses[1]) / 0.1, slope.flatten()[at], 1e-3)
 
 

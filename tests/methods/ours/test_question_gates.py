@@ -1,23 +1,25 @@
 """Check the training of gates by questions: choice and derivative; it evicts for real."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common import decoder, end, tasks
-from methods.baselines.kvzip_fast import FastKVzip
+from common import decoder, tasks
 from methods.ours import question_gates
+from lab.lessons import Asked, of_task
 from methods.ours.question_gates import (
     QuestionGates,
-    ask,
+    edged,
     chosen,
+    learn_from,
     surprise,
     taught,
 )
 from nanollm import TINY, checkpoint
 from nanollm.bridge import Bridged
-from nanollm.cache import make_cache
+from nanollm.cache import compress, make_cache
 from nanollm.generate import prefill
 
 SIZE = dict(
@@ -79,49 +81,101 @@ def test_the_highest_stay_and_the_derivative_is_that_of_a_soft_choice_of_one_siz
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
 
 
-def scores_of(asked, gates):
-    """Return the gates' scores of a context's entries, (B, L, H, T)."""
+def test_the_first_and_the_newest_entries_have_weights_of_their_own():
+    edges = torch.arange(1.0, 13).view(2, 2, 3)
+    added = edged(edges, 20)
+    assert added.shape == (2, 3, 20)
+    for layer in range(2):
+        for head in range(3):
+            first, newest = edges[:, layer, head].tolist()
+            expected = [first] * 4 + [0] * 8 + [newest] * 8
+            assert added[layer, head].tolist() == expected
+    assert (edged(edges, 10)[:, :, 2:4] == edges.sum(0)[..., None]).all()
+
+
+def scores_of(lesson, gates, edges):
+    """Return the gates' scores of a context's entries, (1, L, H, T)."""
     rows = []
-    for x, gate in zip(asked.context, gates):
+    for x, gate in zip(lesson.inputs, gates):
         rows.append((x.float() @ gate[:-1] + gate[-1]).mT)
-    return torch.stack(rows, 1)
+    s = torch.stack(rows, 1)
+    return s + edged(edges, s.shape[-1])
+
+
+def keep_of(lesson, gates, edges, share):
+    s = scores_of(lesson, gates, edges)
+    return chosen(s, share, QuestionGates.sinks, QuestionGates.recent)
 
 
 @torch.no_grad()
-def test_a_question_of_the_training_meets_what_eviction_leaves():
-    """The loss equals −log p of the answer behind FastKVzip's cache with these gates and budget."""
+def test_a_question_of_the_training_meets_what_eviction_leaves(monkeypatch):
+    """The loss equals −log p of the answer behind the method's cache with this budget."""
+    monkeypatch.setattr(question_gates, "HARD", 99)
     model = decoder(**SIZE)
     g = torch.Generator().manual_seed(1)
     gates = torch.randn(2, 8 * model.config.head_dim + 1, 2, generator=g)
-    batch = tasks("test").batch("needle", 0, 3, 150)
-    tokens = torch.from_numpy(batch.tokens)
-    context = tokens[:, : batch.question]
-    (asked,) = ask(model, tasks("test"), ("needle",), 3, 150, 0, 3)
-    budget = context.shape[1] // 4
-    s = scores_of(asked, gates)
+    edges = torch.randn(2, 2, 2, generator=g)
+    batch = tasks("test").batch("needle", 0, 1, 150, questions=2)
+    asked = of_task(batch, 0)
+    T = asked.context.shape[1]
+    budget = T // 4
 
-    caches = make_cache(model, FastKVzip, budget=budget, gates=gates)
-    prefill(model, context, caches)
-    end(*caches)
-    questions = tokens[:, batch.question : batch.answers[0].stop]
-    log_p = model(questions[:, :-1], caches, last=asked.n).log_softmax(-1)
-    expected = -log_p.gather(-1, questions[:, -asked.n :, None]).mean()
-    share = budget / context.shape[1] + 1e-9
-    keep = chosen(s, share, FastKVzip.sinks, FastKVzip.recent)
-    keep.requires_grad_()
+    options = dict(budget=budget, gates=gates, edges=edges)
+    caches = make_cache(model, QuestionGates, **options)
+    prefill(model, asked.context, caches)
+    compress(model, asked.context, caches)
+    log_p = model(asked.tokens[:, :-1], caches).log_softmax(-1)
+    right = asked.tokens[:, 1:, None]
+    nats = -log_p.gather(-1, right)[..., 0]
+    expected = nats[asked.right[:, 1:]].mean()
+    found = []
     derivatives = []
-    for twin in (
-        Bridged(checkpoint.as_hf(model)),
-        model,
-    ):  # the bridge's first call is by a method
-        (asked,) = ask(twin, tasks("test"), ("needle",), 3, 150, 0, 3)
+    # the bridge's first call is by a method
+    for twin in Bridged(checkpoint.as_hf(model)), model:
+        lesson = learn_from(twin, asked)
+        keep = keep_of(lesson, gates, edges, budget / T + 1e-9)
+        keep.requires_grad_()
         with torch.enable_grad():
-            found = surprise(twin, asked, keep)
-            derivatives += torch.autograd.grad(found, keep)
-        # keys and values had 16 bits
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+            loss = surprise(twin, lesson, keep)
+            derivatives += torch.autograd.grad(loss.sum(), keep)
+        found.append(loss)
+    # keys and values had 16 bits
+    for loss in found:
+        torch.testing.assert_close(loss, expected[None], rtol=0, atol=1e-3)
     torch.testing.assert_close(*derivatives, rtol=1e-3, atol=1e-6)
     assert derivatives[0].abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_questions_of_one_context_are_read_as_alone_and_hard_ones_do_not_teach(
+    monkeypatch,
+):
+    model = decoder(**SIZE)
+    g = torch.Generator().manual_seed(3)
+    context = torch.randint(2048, (1, 40), generator=g)
+    tokens = torch.randint(2048, (3, 9), generator=g)
+    right = torch.zeros(3, 9, dtype=torch.bool)
+    right[0, 5:7] = right[1, 3:9] = right[2, 8:] = True
+    everything = torch.ones(1, 2, 2, 40)
+
+    monkeypatch.setattr(question_gates, "HARD", 99)
+    lesson = learn_from(model, Asked(context, tokens, right))
+    nats = surprise(model, lesson, everything)
+    for i in range(3):
+        alone = Asked(context, tokens[i : i + 1], right[i : i + 1])
+        log_p = model(torch.cat((context, alone.tokens), 1), make_cache(model))
+        log_p = log_p[0, 39:-1].log_softmax(-1)
+        expected = -log_p[torch.arange(9), tokens[i]][right[i]].mean()
+        torch.testing.assert_close(nats[i], expected, rtol=0, atol=1e-2)
+
+    limit = nats.sort().values[:2].mean().item()
+    monkeypatch.setattr(question_gates, "HARD", limit)
+    easy = learn_from(model, Asked(context, tokens, right))
+    i = nats.argmin()
+    assert torch.equal(easy.tokens, tokens[i : i + 1])
+    assert torch.equal(easy.right, right[i : i + 1])
+    monkeypatch.setattr(question_gates, "HARD", 0)
+    assert learn_from(model, Asked(context, tokens, right)) is None
 
 
 def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
@@ -131,46 +185,45 @@ def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
     given = torch.zeros(c.n_layers, n + 1, c.n_kv_heads)
     g = torch.Generator().manual_seed(2)
     given[:, :-1] = torch.randn(given[:, 1:].shape, generator=g) / 30
-    options = dict(
-        documents=4,
-        T=160,
-        rows=4,
-        shares=(0.25,),
-        task_names=("needle",),
-    )
+    batch = tasks("test").batch("needle", 0, 4, 160)
+    asked = [of_task(batch, i) for i in range(4)]
     state = torch.get_rng_state()
-    gates = taught(
-        model,
-        tasks("test"),
-        given,
-        steps=40,
-        rate=0.01,
-        **options,
-    )
+    learned = taught(model, asked, given, 60, 0.01, shares=(0.25,))
     assert torch.equal(torch.get_rng_state(), state)
-    assert not gates.requires_grad
+    assert not any(x.requires_grad for x in learned.values())
     assert all(p.grad is None for p in model.parameters())
-
-    (asked,) = ask(model, tasks("test"), ("needle",), 4, 160, 0, 4)
+    lessons = [learn_from(model, x) for x in asked]
 
     @torch.no_grad()
-    def loss(gates):
-        keep = chosen(scores_of(asked, gates), 0.25, 4, 8)
-        return surprise(model, asked, keep).item()
+    def loss(gates, edges):
+        total = 0
+        for lesson in lessons:
+            keep = keep_of(lesson, gates, edges, 0.25)
+            total += surprise(model, lesson, keep).item()
+        return total
 
-    assert loss(gates) < 0.2 * loss(given)
-    untaught = taught(model, tasks("test"), given, steps=0, **options)
-    torch.testing.assert_close(untaught, given, rtol=1e-3, atol=1e-3)
-    twice = [taught(model, tasks("test"), given, steps=2, **options) for _ in range(2)]
-    assert torch.equal(*twice)
+    untaught = taught(model, asked, given, steps=0)
+    torch.testing.assert_close(untaught["gates"], given, rtol=1e-3, atol=1e-3)
+    assert loss(**learned) < 0.2 * loss(**untaught)
+    assert (learned["edges"] != untaught["edges"]).any()
+    twice = [taught(model, asked, given, steps=2) for _ in range(2)]
+    for name in "gates", "edges":
+        assert torch.equal(*(x[name] for x in twice))
 
 
 def test_calibration_begins_with_the_gates_of_a_few_texts(monkeypatch):
     def lessons(model, tasks, documents):
-        return documents, tasks
+        return documents, tasks.name
 
+    class Training:
+        name = "tasks"
+
+        def asked(self, config):
+            return f"asked of {config}"
+
+    model = SimpleNamespace(config="shape")
     monkeypatch.setattr(question_gates, "lessons", lessons)
     monkeypatch.setattr(question_gates, "fit", lambda *x: x)
     monkeypatch.setattr(question_gates, "taught", lambda *x: x)
-    gates = ("model", "tasks", (8, "tasks"))
-    assert QuestionGates.calibrate("model", "tasks") == dict(gates=gates)
+    expected = model, "asked of shape", (8, "tasks")
+    assert QuestionGates.calibrate(model, Training()) == expected
