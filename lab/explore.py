@@ -57,7 +57,7 @@ SIZES = (
     "max_len",
 )
 # Python's result
-STORED = {"quantized_2": ("2 bits", "keeps every entry, with numbers of 2 bits")}
+STORED = {"full@2": ("2 bits", "keeps every entry, with numbers of 2 bits")}
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:

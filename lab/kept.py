@@ -15,7 +15,7 @@ def held(caches: list[Slots], tokens: int) -> Tensor:
     layers = []
     for layer in full_layers(caches):
         heads = []
-        for pos in layer.positions().unbind(1):  # (B, S)
+        for pos in layer.pos.unbind(1):  # (B, S)
             there = pos[..., None] == token
             heads.append(there.any(-2))
         layers.append(torch.stack(heads, 1))
@@ -31,7 +31,7 @@ def slots_per_head(caches: list[Slots]) -> float:
     slots = 0  # of each text
     heads = 0
     for layer in full_layers(caches):
-        live = layer.positions() != NEVER  # (B, H, S)
+        live = layer.pos != NEVER  # (B, H, S)
         slots = slots + live.sum((1, 2))
         heads += live.shape[1]
     return slots.max().item() / heads

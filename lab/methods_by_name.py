@@ -27,7 +27,7 @@ from nanollm.check import closest
 METHODS = Path(__file__).parents[1] / "methods"
 FOLDERS = (".", "baselines", "ours")
 # names with bits that stand beside the variants if all methods are asked for
-IN_FEW_BITS = ("kvzip@4", "question_gates@4")
+IN_FEW_BITS = ("full@2", "full@3", "full@4", "kvzip@4", "question_gates@4")
 MOST_BITS = 8
 
 

@@ -34,7 +34,7 @@ FAMILIES = {
     "scissorhands": ("#117733", "v"),
     "kv_reviver": ("#882255", "P"),
     "h2o": ("#e69f00", "X"),
-    "quantized": ("#00a087", "*"),
+    "full@": ("#00a087", "*"),  # the full cache in few bits
     "question_gates": ("#c77cba", "p"),
     "streaming_llm": ("#888888", "h"),
     "ada_kv": ("#56b4e9", "s"),
@@ -58,6 +58,7 @@ DASHES = {
     "recent": "-.",
     "no pool": (0, (1, 1)),
     "2": "-",
+    "4": ":",
     "@4": ":",
 }
 
@@ -77,6 +78,8 @@ def style(name: str) -> dict:
 
 def family_of(name: str) -> str:
     """Return the member of FAMILIES that a name begins with, or else its part before a +."""
+    if name.startswith("full@"):
+        return "full@"
     base = name.replace("@", "_").partition("+")[0]
     return next((x for x in FAMILIES if f"{base}_".startswith(f"{x}_")), base)
 

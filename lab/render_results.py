@@ -41,7 +41,7 @@ DRAWN = (
     "kvzip_fast",
     "question_gates",
     "question_gates@4",
-    "quantized_4",
+    "full@4",
     "random",
 )
 

@@ -17,7 +17,7 @@ SHOWN = (
     "kv_reviver_shrunk",
     "kvzip",
     "question_gates",
-    "quantized_2",
+    "full@2",
     "h2o",
     "random",
 )

@@ -126,10 +126,6 @@ class Slots:
     v = property(lambda self: self.slot("v"))  # (B, H, S, D)
     pos = property(lambda self: self.slot("pos"))  # (B, H, S), int32
 
-    def positions(self) -> Tensor:
-        """Return the positions (B, H, S) of all entries that are held, exact or rounded."""
-        return self.pos
-
     # ---- write → attention → observe → evict ---------------------------------------------------
 
     def attend(

@@ -12,6 +12,7 @@ on these only (`of_large`).
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ from lab.claims.subject import (
 from lab.kept import held
 from lab.replay import feed
 from methods.baselines.h2o import H2O
-from methods.baselines.quantized import Quantized
+from methods.baselines.rounded import RoundedSlots
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.streaming_llm import StreamingLLM
 from methods.chunk_kv import ChunkKV, Chunks
@@ -400,8 +401,8 @@ def R10(on: Subject) -> Finding:
     found = {"KVReviver": paper} | others
     found["the shrunk sketch"] = on.agnostic(ShrunkReviver)
     found["full cache"] = full
-    bits = on.agnostic(Quantized, None, bits=2, residual_length=16)
-    found["2 bits a number"] = bits
+    two_bits = partial(RoundedSlots, bits=2)
+    found["2 bits a number"] = on.agnostic(Method, None, store=two_bits)
     better = [above(mean(paper - other)) for other in others.values()]
     verdict = both(above(mean(paper - full), -0.1), *better)
     return Finding(verdict, means(found))

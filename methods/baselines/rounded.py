@@ -1,14 +1,23 @@
 """A store in few bits: an entry that a method keeps is rounded when the prompt ends.
 
 An evicted entry is lost; a rounded one is only a little wrong. So with the same bytes a method may
-keep several times as many entries in few bits. New tokens stay exact.
+keep several times as many entries in few bits. `kvzip@4` stores what KVzip keeps in 4 bits.
+`full@4` keeps every entry: it is KIVI (Liu et al., ICML 2024, arXiv 2402.02750).
 
     x ≈ zero + scale · code,   code ∈ {0 … 2^bits − 1}
     zero = min of the group,   scale = (max − min)/(2^bits − 1)
 
-Groups are those of KIVI (arXiv 2402.02750). Of the keys, a group is one channel of up to 32
-neighbouring entries of a head. Of the values, it is up to 32 channels of one entry. Compressed
-again, rounded entries are rounded again.
+Groups are KIVI's. Some channels of the keys are always large, so keys are rounded per channel: a
+group is one channel of up to 32 neighbouring entries of a head. Values have no such channels, so
+they are rounded per token: a group is up to 32 channels of one entry.
+
+Differs from KIVI's code:
+- Tokens after the prompt stay exact. There they are rounded, too, once they fill groups.
+- All of the prompt is rounded. There its newest R tokens stay exact.
+- A head's last group of keys may be short.
+- Codes are packed bit by bit, so a 3-bit code takes 3 bits.
+
+Compressed again, rounded entries are rounded again.
 """
 
 import torch
@@ -87,11 +96,11 @@ def quantise(
     return code.to(torch.uint8), zero, scale
 
 
-def check_head_dim(D: int, group: int):
+def check_head_dim(D: int):
     """Raise ValueError unless codes of D channels fill bytes, and groups of channels fit."""
-    if D % 8 or D % min(group, D):
+    if D % 8 or D % min(GROUP, D):
         raise ValueError(
-            f"head dim {D} must be a multiple of 8, and of {group} if it is larger; "
+            f"head dim {D} must be a multiple of 8, and of {GROUP} if it is larger; "
             "use the method without rounding for this model"
         )
 
@@ -109,7 +118,7 @@ class RoundedSlots(PackedSlots):
         self.options = dict(bits=bits)
         self.groups: list[int] = []  # entries in each group of keys
         if self.model is not None:
-            check_head_dim(self.w_o.shape[-1], GROUP)
+            check_head_dim(self.w_o.shape[-1])
 
     @property
     def rounded(self) -> bool:

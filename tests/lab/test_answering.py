@@ -21,7 +21,7 @@ from nanollm.generate import prefill
 
 NAMES = (
     "full snap_kv ada_kv+critical kvzip kvzip@4 scissorhands h2o kv_reviver_shrunk random "
-    "quantized_2"
+    "full@2"
 ).split()
 TEXT = "The first line says little. The code of table is 4810. " + "And so on. " * 20
 ASKED = [

@@ -79,7 +79,7 @@ def test_a_row_for_every_length_method_and_budget(checkpoint, capsys):
 
 
 def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(table, "SHOWN", ("full", "snap_kv", "quantized_2"))
+    monkeypatch.setattr(table, "SHOWN", ("full", "snap_kv", "full@2"))
     monkeypatch.setattr("lab.plot.comparison", drawn_comparison)
     options = ["--json", "rows.json", "--lengths", "288"]
     main(["--model", str(checkpoint), *options])
@@ -87,7 +87,7 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
     out, error = capsys.readouterr()
     assert error == ""  # no progress bar, for this is no terminal
     found = [(row["method"], row["keep_ratio"]) for row in rows]
-    assert found == [("full", None), ("snap_kv", 0.25), ("quantized_2", None)]
+    assert found == [("full", None), ("snap_kv", 0.25), ("full@2", None)]
     assert Path("compare.png").stat().st_size > 5000
     assert "\n".join([table.show(row, short=True) for row in rows]) in out
 

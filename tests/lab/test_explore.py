@@ -75,7 +75,7 @@ def test_a_page_of_ones_own_text_stores_what_methods_keep(
     text = tmp_path / "text"
     out = tmp_path / "page.html"
     text.write_text(PAGE[:500])
-    names = ["full", "chunk_kv", "quantized_4"]
+    names = ["full", "chunk_kv", "full@4"]
     monkeypatch.setattr(explore, "pick", lambda _: pick(names))
     words = f"--model {checkpoint} --out {out} --text {text}"
     explore.main(words.split())

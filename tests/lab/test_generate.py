@@ -57,7 +57,7 @@ def test_what_the_cache_holds_is_told(written):
     assert "a head of layer 0 keeps" in written("chunk_kv_semantic --budget 12")
 
 
-@pytest.mark.parametrize("name", ["quantized_2", "full@1"])
+@pytest.mark.parametrize("name", ["full@4", "full@1"])
 def test_it_is_compared_with_the_full_cache(written, name):
     full = written("full").partition(MARK)[2].partition("\n\n[")[0]
     own, _, tail = written(name).partition(MARK)[2].partition("\n\n[")
@@ -89,10 +89,7 @@ def test_a_text_begins_with_bos_if_the_checkpoint_s_texts_do(capsys):
             "h2o needs --budget: how many entries each key/value head may",
         ),
         ("--method h2o --budget 0 x", "budget 0 must"),
-        (
-            "--method quantized_2 --budget 5 x",
-            "quantized_2 has no budget; leave --budget",
-        ),
+        ("--method full@2 --budget 5 x", "full@2 has no budget; leave --budget"),
         ("--file text.txt x", "give the text or --file text.txt, not both"),
         ("--file text.txt", "No such file"),
         ("--figure x.png x", "--figure draws the built-in page"),

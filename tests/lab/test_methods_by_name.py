@@ -40,12 +40,13 @@ def test_methods_are_the_variants_of_all_files():
     assert {"critical", "chunk"} <= additions.keys()
 
 
-def test_all_are_in_order_and_two_of_them_also_in_four_bits():
+def test_all_are_in_order_and_some_of_them_also_in_few_bits():
     variants, _, _ = known_names()
     names = [*pick([])]
     assert names[0] == "full"
     assert names[1:] == sorted(names[1:])
-    assert {*names} - variants.keys() == {"kvzip@4", "question_gates@4"}
+    few_bits = {"full@2", "full@3", "full@4", "kvzip@4", "question_gates@4"}
+    assert {*names} - variants.keys() == few_bits
     assert [*pick(["random", "full"])] == ["random", "full"]
 
 
@@ -79,7 +80,7 @@ def test_a_method_is_given_the_options_that_it_has():
     }.items():
         assert one(name).given(**known).keys() == options
     without = [name for name, found in pick([]).items() if not found.takes("budget")]
-    assert without == ["full", "quantized_2", "quantized_3", "quantized_4"]
+    assert without == ["full", "full@2", "full@3", "full@4"]
 
 
 @pytest.mark.parametrize(
@@ -198,4 +199,4 @@ def test_a_broken_file_is_named_and_the_others_are_found(only_h2o, capsys):
     assert len(lines) == len(files)
     for line, (name, (_, why)) in zip(lines, files.items()):
         assert re.match(f"methods/{name}.py is left out: {why}", line), line
-    assert [*pick([])] == ["full", "h2o"]
+    assert [*pick([])] == ["full", "full@2", "full@3", "full@4", "h2o"]

@@ -104,5 +104,5 @@ def test_stored_rows_have_every_method_at_its_budgets(name):
     for row in render_results.rows(name):
         ratios.setdefault(row["method"], []).append(row["keep_ratio"])
     assert ratios.keys() == pick([]).keys()
-    assert ratios["full"] == ratios["quantized_2"] == [None]
+    assert ratios["full"] == ratios["full@2"] == [None]
     assert ratios["h2o"] == [0.5, 0.25, 0.125, 0.0625]

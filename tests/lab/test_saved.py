@@ -82,7 +82,7 @@ torch.save(logits, f"{folder}/logits.pt")
 
 def test_a_file_is_answered_bit_for_bit_in_another_process(typed, tmp_path):
     model, expected = from_hf(checkpoint_of_two_layers(tmp_path)), {}
-    names = "kvzip@4 quantized_4 snap_kv kvzip_fast streaming_llm kv_reviver random"
+    names = "kvzip@4 full@4 snap_kv kvzip_fast streaming_llm kv_reviver random"
     for name in names.split():
         caches, after = read(model, METHODS[name])
         save(caches, tmp_path / name)

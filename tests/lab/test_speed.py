@@ -12,13 +12,13 @@ from lab import speed
 def test_a_row_for_every_batch_and_method(checkpoint, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(speed, "SHORT", 0)
     file = tmp_path / "rows.json"
-    options = "--methods snap_kv quantized_2 --lengths 140 --batches 1 2 --rounds 1"
+    options = "--methods snap_kv full@2 --lengths 140 --batches 1 2 --rounds 1"
     words = f"--model {checkpoint} {options} --json {file}"
     speed.main(words.split())
     rows = json.loads(file.read_text())
     assert capsys.readouterr().out == speed.show(rows) + "\n"
     measured = [(row["batch"], row["method"]) for row in rows]
-    names = "full", "snap_kv", "quantized_2"
+    names = "full", "snap_kv", "full@2"
     floors = [(B, "floor") for B in (1, 2)]
     assert measured == [(B, name) for B in (1, 2) for name in names] + floors
     rows = rows[:-2]

@@ -21,7 +21,6 @@ WRONG = [
         dict(budget=12, recent=8, sinks=4),
         "budget 12 must be at least 13: 4 sinks and the newest 8",
     ),
-    ("quantized_2", dict(bits=9), "bits 9"),
     ("scissorhands", dict(budget=20, recent=-1), "recent is -1; it must be at least 0"),
     ("scissorhands", dict(budget=20, history=2**62), "history 4611.* to 1048576$"),
     (

@@ -126,8 +126,7 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
         kept.append(caches)
     expected, logits = results
     # between two codes, the last digit decides
-    few_bits = "quantized" in name or "@" in name
-    same(logits, expected, 1e-3 if few_bits else 1e-4)
+    same(logits, expected, 1e-3 if "@" in name else 1e-4)
     for a, b in zip(*kept):
         assert a.bytes() == b.bytes()
         # Compactor's scores of a text that repeats itself nearly tie

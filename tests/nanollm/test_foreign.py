@@ -14,7 +14,7 @@ from nanollm.__main__ import main
 from nanollm.checkpoint import hf_tokenizer
 from lab.tasks import ANSWER, FACT, QUESTION, Tasks
 
-METHODS = ["full", "h2o", "snap_kv+critical", "quantized_2"]
+METHODS = ["full", "h2o", "snap_kv+critical", "full@2"]
 FEW = ["--documents", "2", "--lengths", "384", "--keep", "25", "--methods", *METHODS]
 
 

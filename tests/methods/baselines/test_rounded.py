@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from common import SLOT, B, D, H, alone, decoder, dense, end, feed
+from common import SLOT, B, D, G, H, alone, decoder, dense, end, feed
 from exact import random
 import loops
 from methods.baselines.ada_kv import AdaKV
@@ -103,6 +103,44 @@ def test_entries_are_those_of_the_method_rounded_by_loops(Method, bits):
     assert live <= allocated
 
 
+def read_wide(dtype):
+    """Return a store with 64 channels that has read 70 tokens, and q, k, v of one more.
+
+    As in real decoders, some channels of the keys are always large.
+    """
+    q = random(B, H * G, 71, 64)
+    k = random(B, H, 71, 64, seed=1)
+    v = random(B, H, 71, 64, seed=2)
+    k[..., 3] += 20
+    k[..., 40] -= 9
+    qkv = [x.to(dtype) for x in (q, k, v)]
+    w_o = torch.zeros(1, H * G, 64)
+    layer = alone(w_o=w_o, store=partial(RoundedSlots, bits=3))
+    feed(layer, qkv, 70)
+    end(layer)
+    return layer, qkv
+
+
+def test_a_group_of_a_value_has_32_channels():
+    layer, (_, *kv) = read_wide(torch.float32)
+    for found, x, dim in zip(layer.read(), kv, (0, 1)):
+        for b, h in product(range(B), range(H)):
+            expected = rounded(x[b, h, :70], 3, GROUP, dim).float()
+            torch.testing.assert_close(found[b, h], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_one_new_token_attends_to_what_is_read_also_in_16_bits(dtype):
+    layer, qkv = read_wide(dtype)
+    y = feed(layer, qkv)
+    assert y.dtype == dtype
+    k, v, pos, _ = layer.read()
+    q = qkv[0][:, :, 70:]
+    expected = dense(q.double(), k.double(), v.double(), pos[:, :, None] < 71)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), expected, atol=2 * eps + 1e-6, rtol=0)
+
+
 def test_several_groups_of_a_head_keep_their_ranges_when_others_leave():
     """70 entries are three groups of keys. Entries that stay do not change, bit for bit."""
     layer = read(70, bits=4)
@@ -147,6 +185,8 @@ def test_other_bits_are_refused(bits):
         make_cache(decoder(), store=partial(RoundedSlots, bits=bits))
 
 
-def test_head_dims_are_multiples_of_8():
-    with pytest.raises(ValueError, match="head dim 12 must be a multiple of 8"):
-        make_cache(decoder(head_dim=12), store=RoundedSlots)
+@pytest.mark.parametrize("head_dim", [12, 40])
+def test_head_dims_are_multiples_of_8_and_of_the_group(head_dim):
+    words = f"head dim {head_dim} must be a multiple of 8, and of 32 if it is larger"
+    with pytest.raises(ValueError, match=words):
+        make_cache(decoder(head_dim=head_dim), store=RoundedSlots)
