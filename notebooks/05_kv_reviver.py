@@ -161,7 +161,7 @@ for part, axis in enumerate(axes):
         axis.loglog([1024 / N for N in sizes], [pair[part] for pair in pairs], label=name,
                     **looks[name])
     axis.loglog(list(per_slot.values()), [pair[part] for pair in few_bits.values()],
-                label="4, 3, 2 bits a number", **plot.style("quantized_2") | dict(linestyle=""))
+                label="4, 3, 2 bits a number", **plot.style("full@2") | dict(linestyle=""))
     axis.axhline(1, color="black", linewidth=1)
     for tokens_per_slot, what in ((4, "at least 4"), (31, "paper: 31")):
         axis.axvline(tokens_per_slot, color="0.6", linewidth=1)
@@ -190,8 +190,8 @@ axes[0].legend(fontsize=8);
 # These rows come from the tables of all methods in [RESULTS.md](../RESULTS.md): for SmolLM2, which is pretrained, for *built*, the decoder above, and for *learned*, the second small decoder of this repository. Needles and pairs are asked for after the compression. The KL tells how far the predictions of a text's next tokens move from the full cache's, in nats. KiB are the bytes of a text's cache after 64 more tokens. `kv_reviver_mean` is a kinder interpretation of the paper: it divides each sum by the tokens in the slot. `kv_reviver_shrunk` is ours.
 
 # %%
-names = ("full", "h2o", "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "quantized_2",
-         "quantized_3", "kvzip", "kvzip@4")
+names = ("full", "h2o", "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "full@2",
+         "full@3", "kvzip", "kvzip@4")
 sections = dict(smollm2="smollm2", built="all", learned="learned")
 stored = {}
 for decoder, section in sections.items():
@@ -208,12 +208,12 @@ for decoder, section in sections.items():
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
 lines = "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "h2o", "kvzip", "kvzip@4"
 for axis, decoder in zip(axes, stored):
-    for line in (*lines, "quantized"):
+    for line in (*lines, "full@"):
         points = [row for (method, _), row in stored[decoder].items()
-                  if method == line or line == "quantized" and method.startswith("quantized_")]
+                  if method == line or line == "full@" and method.startswith("full@")]
         axis.plot([row["live_16"] / 1024 for row in points],
                   [row["needle_agnostic"] for row in points], label=line,
-                  **plot.style(line.replace("@", "_")))
+                  **plot.style(line))
     axis.set(title=decoder, xscale="log", xlabel="cache, KiB per text, 16-bit numbers")
     sizes = (500, 1000, 2000, 4000) if decoder == "smollm2" else (64, 128, 256, 512)
     axis.set_xticks(sizes, sizes)
@@ -225,7 +225,7 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 # %% [markdown]
 # With a quarter of the entries, the three KVReviver rows find at most 3 % of the needles on any decoder. Two other ways answer the questions:
 #
-# - **Few bits for every token.** On the small decoders `quantized_2` (KIVI) takes about as many bytes and finds nearly all needles. SmolLM2 needs more: it finds 0.12 of the needles with two bits, 0.66 with three, and 0.81 with four, as many as the full cache.
+# - **Few bits for every token.** On the small decoders `full@2` (KIVI) takes about as many bytes and finds nearly all needles. SmolLM2 needs more: it finds 0.12 of the needles with two bits, 0.66 with three, and 0.81 with four, as many as the full cache.
 # - **A better choice.** KVzip rereads the prompt to find out which entries matter. With a quarter of the entries it finds all needles on the small decoders, and 0.75 on SmolLM2. With 4 bits on top (`kvzip@4`) it takes fewer bytes on the small decoders than KVReviver, and nearly twice as many on SmolLM2. Notebook 10 is about KVzip.
 #
 # The paper's models have 7 billion parameters. On SmolLM2, with 135 million, the printed sums harm more than on *built*: the KL is 7.0 nats in place of 4.9. The number of tokens per slot does not depend on the model.

@@ -177,7 +177,7 @@ for setting, held in kept.items():
 # The next table counts bytes on the tensors. *Live* bytes belong to kept entries; *allocated* bytes include free slots. This decoder computes in 32 bits. The percentage compares both caches in 16 bits, as most models use them.
 
 # %%
-METHODS = pick(["full", "snap_kv", "chunk_kv", "kvzip", "quantized_2"])
+METHODS = pick(["full", "snap_kv", "chunk_kv", "kvzip", "full@2"])
 print("after the prompt:        live  allocated, KiB")
 full = ask()[2][2]
 for name, variant in METHODS.items():
@@ -186,7 +186,7 @@ for name, variant in METHODS.items():
     print(f"{name:18}{live / 1024:11.1f}{allocated / 1024:11.1f}{in_16 / full:8.0%} of full")
 
 # %% [markdown]
-# `budget=64` is a quarter of the page. A name stands for a *variant*, a method with some of its options; `given` returns these, and of your settings those that the method has. `kvzip` reads the text twice, and keeps what the second reading needed. `quantized_2` has no budget: it keeps every token in two bits a number.
+# `budget=64` is a quarter of the page. A name stands for a *variant*, a method with some of its options; `given` returns these, and of your settings those that the method has. `kvzip` reads the text twice, and keeps what the second reading needed. `full@2` has no budget: it keeps every token in two bits a number.
 #
 # ## Compare methods
 #
@@ -216,7 +216,7 @@ print(table.header(rows[0], short=True))
 print("\n".join(table.show(row, short=True) for row in rows))
 
 # %% [markdown]
-# KiB are the bytes of one text after its continuation, in 16 bits. `full` and `quantized_2` keep every token, so the table says "all". The figure shows the mean accuracy of both tasks in both settings, and the KL, over the bytes.
+# KiB are the bytes of one text after its continuation, in 16 bits. `full` and `full@2` keep every token, so the table says "all". The figure shows the mean accuracy of both tasks in both settings, and the KL, over the bytes.
 
 # %%
 def draw(rows):
@@ -255,7 +255,7 @@ lines = [json.dumps(dict(context=SHOP, question=question, answers=[right], answe
 (folder / "shop.jsonl").write_text("\n".join(lines))
 compare(f"--questions {folder}/shop.jsonl --figure {folder}/shop.png --model {MODEL} "
         f"--device {DEVICE} --engine transformers --dtype float32 --keep 50 "
-        "--methods snap_kv kvzip quantized_2".split())
+        "--methods snap_kv kvzip full@2".split())
 
 # %% [markdown]
 # `- full` is the difference to the full cache, paired by question. Four questions decide little: SnapKV and two bits lose one each, which is within the error. A hundred begin to tell. −log p of the right answer moves before an answer turns wrong.

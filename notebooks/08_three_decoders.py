@@ -54,11 +54,11 @@ for name in COLOURS:
 # %% [markdown]
 # ## One table, three verdicts
 #
-# Every method kept a quarter of the entries; `quantized` keeps all, in few bits. The question came after the compression. A dot is a share of the full cache's answers, mean of needles and pairs. The rows are stored ones, with documents of 256 tokens on SmolLM2 and of 512 on the small decoders; RESULTS.md has the commands.
+# Every method kept a quarter of the entries; `full@4` and `full@2` keep all, in few bits. The question came after the compression. A dot is a share of the full cache's answers, mean of needles and pairs. The rows are stored ones, with documents of 256 tokens on SmolLM2 and of 512 on the small decoders; RESULTS.md has the commands.
 
 # %%
 ROWS = {"smollm2": "smollm2", "built": "all", "learned": "learned"}  # sections of RESULTS.md
-METHODS = "kvzip kvzip_fast question_gates quantized_4 quantized_2 snap_kv h2o".split()
+METHODS = "kvzip kvzip_fast question_gates full@4 full@2 snap_kv h2o".split()
 figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
 for name, colour in COLOURS.items():
     stored = by_method(ROWS[name])

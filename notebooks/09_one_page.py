@@ -38,7 +38,7 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 # 2. **The past.** What was attended to often will be attended to again. H2O and Scissorhands make this bet.
 # 3. **The text.** Keep what the text can be rebuilt from, whatever the question. KVzip reads the prompt twice: what the reread looks at must stay.
 #
-# Two kinds of method drop no token for good. KIVI (`quantized`) rounds each number to a few bits. KVReviver adds evicted entries into shared slots, a sketch.
+# Two kinds of method drop no token for good. KIVI (`full@4`) rounds each number to a few bits. KVReviver adds evicted entries into shared slots, a sketch.
 #
 # Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike.
 #
@@ -72,7 +72,7 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
 #
 # ## All methods on one page
 #
-# Here is one row for most methods on SmolLM2-135M-Instruct, with a quarter of the entries; `quantized` has its bits instead. A ring is the aware score, a dot the agnostic one; a grey line joins them.
+# Here is one row for most methods on SmolLM2-135M-Instruct, with a quarter of the entries; `full@2` to `full@4` have their bits instead. A ring is the aware score, a dot the agnostic one; a grey line joins them.
 #
 # *Needle*: one of four facts in a text is asked for. *Pairs*: the value of one of 16 listed keys. *Label*: the label of a line, after 16 examples. *KL*: how far predictions of plain text move from those of the full cache; less is better.
 
@@ -85,7 +85,7 @@ FAMILIES = {
     "the text": "kvzip kvzip_recent",
     "learned before": "question_gates kvzip_fast",
     "keys, places, chance": "key_diff streaming_llm streaming_llm_absolute random",
-    "few bits": "quantized_2 quantized_3 quantized_4 kvzip@4 question_gates@4",
+    "few bits": "full@2 full@3 full@4 kvzip@4 question_gates@4",
     "everything held": "full",
 }
 
@@ -163,7 +163,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # | you know | try first | because | it costs |
 # |---|---|---|---|
 # | the question is in the prompt, and no other comes | `kvzip_recent`; `chunk_kv_semantic` reads once | the first keeps what any question needs, the second what this one looks at | reading twice; most later answers with `chunk_kv_semantic` |
-# | other questions come; 40 % of the memory is there | `quantized_4` | nothing is chosen, so nothing is chosen wrongly | slower steps |
+# | other questions come; 40 % of the memory is there | `full@4` | nothing is chosen, so nothing is chosen wrongly | slower steps |
 # | other questions come, and you know their kind | `question_gates@4` | it has learned what such questions need | learning; slower steps; other kinds of question |
 # | other questions come, of any kind | `kvzip@4` | it keeps what the text can be rebuilt from | reading twice; slower steps |
 # | many prompts, each read once | `kvzip_fast` | it has learned what a reread would say | a calibration |
@@ -193,7 +193,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 #
 # <details><summary>Hint</summary>
 #
-# `by_method("learned")` has the rows. Look at `quantized_2` first.
+# `by_method("learned")` has the rows. Look at `full@2` first.
 # </details>
 #
 # 3. Draw the page with an eighth of the entries. Which dots fall, and why KVzip's ring for labels?

@@ -23,7 +23,6 @@ from lab.tasks import Tasks
 # %%
 from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip, fit, lessons
-from methods.baselines.quantized import Quantized
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.rounded import RoundedSlots
 from nanollm import SHIPPED, TINY, checkpoint, tokenizer
@@ -175,13 +174,13 @@ print(text_table(shown))
 #
 # ## Few bits on top
 #
-# The entries that stay can also be stored in fewer bits. Which entries stay is the method's decision; how they are stored is the store's. So another store is all that it takes: `RoundedSlots` has four bits. In tables the pair is called `kvzip@4`, and any method can have it (`snap_kv@4`). `quantized_4` is KIVI, which keeps every token in four bits. Bytes are those of one document right after the compression, if the model's numbers have 16 bits:
+# The entries that stay can also be stored in fewer bits. Which entries stay is the method's decision; how they are stored is the store's. So another store is all that it takes: `RoundedSlots` has four bits. In tables the pair is called `kvzip@4`, and any method can have it (`snap_kv@4`). `full@4` is KIVI, which keeps every token in four bits. Bytes are those of one document right after the compression, if the model's numbers have 16 bits:
 
 # %%
 head = [f"{task}, {name}" for name in SHIPPED for task in ("needle", "pairs")]
 shown, full = [["question later", "bytes", *head]], None
 cases = {("full", None): (Method, {}),
-         ("quantized_4", None): (Quantized, dict(bits=4, residual_length=16)),
+         ("full@4", None): (Method, dict(store=RoundedSlots)),
          ("kvzip", 0.125): (KVzip, dict(budget=n // 8)),
          ("kvzip@4", 0.125): (KVzip, dict(budget=n // 8, store=RoundedSlots))}
 for (method, ratio), (Kind, options) in cases.items():

@@ -21,8 +21,8 @@ from lab.methods_by_name import pick
 from lab.replay import feed
 from lab.retrieval import answer, maker
 from lab.tasks import Tasks
-from methods.baselines.quantized import Quantized
 from methods.baselines.random_eviction import RandomEviction
+from methods.baselines.rounded import RoundedSlots
 from methods.baselines.snap_kv import SnapKV
 from nanollm import SHIPPED, TINY
 from nanollm.cache import NEVER, Method, PackedSlots, Slots
@@ -124,10 +124,10 @@ for name, store in {"SnapKV": PackedSlots, "Masked": Masked}.items():
 #
 # **You read:** "4 bits: an eighth of the cache."
 #
-# Large models run in 16 bits. Dividing by a cache in 32 bits halves every share. Counting 4 bits a number forgets two things: the range of each group of numbers, and the newest tokens, which stay exact.
+# Large models run in 16 bits. Dividing by a cache in 32 bits halves every share. Counting 4 bits a number forgets two things: the range of each group of numbers, and the position of each entry.
 
 # %%
-caches = compressed(Quantized, context[:1], bits=4, residual_length=16)
+caches = compressed(Method, context[:1], store=RoundedSlots)  # 4 bits
 in_16 = bytes_in_16_bits(caches)
 full_16 = bytes_in_16_bits(compressed(Method, context[:1]))
 print(f"4 bits a number, of 32: {4 / 32:.1%}    of 16: {4 / 16:.1%}")

@@ -41,7 +41,7 @@ model, encoding = load("smollm2")
 # The rows are stored ones of 32 documents a task: of 256 tokens on SmolLM2, of 512 on the small decoders. RESULTS.md has the commands.
 
 # %%
-LINES = {"few bits": ("quantized_2", "quantized_3", "quantized_4"),
+LINES = {"few bits": ("full@2", "full@3", "full@4"),
          "Fast KVzip": ("kvzip_fast",),
          "question gates": ("question_gates",), "question gates, four bits": ("question_gates@4",),
          "KVzip, four bits, read twice": ("kvzip@4",)}
@@ -89,7 +89,7 @@ print(question_table.shown(question_table.percentages(scores)))
 #
 # ## Why two bits break
 #
-# A rounded key changes every score $q\cdot k/\sqrt D$. An error of $x$ (in nats) multiplies a weight by $e^x$. The cell rounds the keys of one text as `quantized` does, 32 tokens of a channel in one range, and measures the errors of the last 64 queries' scores, by head. Then it asks which of a head's 64 channels make the error.
+# A rounded key changes every score $q\cdot k/\sqrt D$. An error of $x$ (in nats) multiplies a weight by $e^x$. The cell rounds the keys of one text as `RoundedSlots` does, 32 tokens of a channel in one range, and measures the errors of the last 64 queries' scores, by head. Then it asks which of a head's 64 channels make the error.
 
 # %%
 text = torch.from_numpy(Tasks(encoding, "test").batch("plain", 0, 1, 512).tokens)
@@ -132,7 +132,7 @@ def seconds(run, rounds=1):
 prefill(model, text, make_cache(model))  # the first run of a size takes longer
 unit = None
 print("                   reading   bytes    step")
-NAMES = "full quantized_4 kvzip kvzip@4 kvzip_fast question_gates question_gates@4"
+NAMES = "full full@4 kvzip kvzip@4 kvzip_fast question_gates question_gates@4"
 for name, variant in pick(NAMES.split()).items():
     options = variant.given(budget=128) | calibrated(variant, model, encoding)
     caches = make_cache(model, variant.kind, variant.store, **options)
@@ -260,6 +260,6 @@ compare(f"--questions {folder}/velm.jsonl --figure {folder}/velm.png --model smo
 # ## Exercises
 #
 # 1. Round the values to two bits and the keys to four. Which task breaks, needles or pairs?
-#    <details><summary>Hint</summary>Change <code>bits</code> in the lines of <code>QuantizedSlots</code> that round values (<code>round</code>) and read them (<code>codes</code>).</details>
+#    <details><summary>Hint</summary>Change <code>bits</code> in the lines of <code>RoundedSlots</code> that round values (<code>round</code>), pack them (<code>add_codes</code>) and read them (<code>codes</code>).</details>
 # 2. Round the four worst channels of each head to eight bits and the others to two. What does it cost, and what does it save?
 #    <details><summary>Hint</summary>The cell above ranks the channels; <code>quantise</code> takes any part of them.</details>
