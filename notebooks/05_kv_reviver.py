@@ -208,9 +208,9 @@ for decoder, section in sections.items():
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
 lines = "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "h2o", "kvzip", "kvzip@4"
 for axis, decoder in zip(axes, stored):
-    for line in (*lines, "full@"):
+    for line in (*lines, "full@N"):
         points = [row for (method, _), row in stored[decoder].items()
-                  if method == line or line == "full@" and method.startswith("full@")]
+                  if method == line or line == "full@N" and method.startswith("full@")]
         axis.plot([row["live_16"] / 1024 for row in points],
                   [row["needle_agnostic"] for row in points], label=line,
                   **plot.style(line))
