@@ -49,7 +49,7 @@ from nanollm.model import rope, rotate
 
 FIRST = 4  # entries with a weight of their own, a
 NEWEST = 8  # and c
-HARD = 1.5  # nats a token; a question of which the full cache says more does not teach
+HARD = 2.0  # nats a token; a question of which the full cache says more does not teach
 
 
 @dataclass
