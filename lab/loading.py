@@ -149,8 +149,13 @@ def calibrated(variant: Variant, model, encoding, folder: Path | None = None) ->
     learn = kind.calibrate
     options = learn(model, training_tasks(encoding))
     if folder:
-        save_file(options, folder / name, {"decoder": decoder})
+        save_learned(options, folder / name, model)
     return options
+
+
+def save_learned(options: dict, file: Path, model):
+    """Write what a method learned of a decoder, as `calibrated` reads it."""
+    save_file(options, file, {"decoder": fingerprint(model)})
 
 
 class TrainingTasks:

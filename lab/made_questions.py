@@ -69,6 +69,7 @@ class Maker:
         self.rng = np.random.default_rng([seed, split == "train"])
         self.words = corpus.words(split)
         self.text = "\n\n".join(corpus.text(split))
+        self.asked_so_far = 0
         self.values = self.number, self.word, self.phrase, self.name, self.date
 
     def context(self, tokens: int, questions: int = 4) -> list[Question]:
@@ -102,7 +103,15 @@ class Maker:
             lead = ""
         those = " and ".join(keys)
         question = question.format(key=those)
-        return Question(context, question, answers, lead.format(key=those), task)
+        self.asked_so_far += 1
+        return Question(
+            context,
+            question,
+            answers,
+            lead.format(key=those),
+            task,
+            line=self.asked_so_far,
+        )
 
     def told(self, facts: dict[str, list[str]], form: str) -> list[str]:
         """Return what stands together in the text: each fact, or a block with all of them."""

@@ -5,7 +5,7 @@ import sys
 
 from lab import command_line
 
-COMMANDS = "ask", "claims", "compare", "compress", "explore", "generate"
+COMMANDS = "ask", "claims", "compare", "compress", "explore", "generate", "teach"
 
 
 def main(argv: list[str]):
@@ -37,8 +37,10 @@ def command_of(name: str):
         from lab.compress import main
     elif name == "explore":
         from lab.explore import main
-    else:
+    elif name == "generate":
         from lab.generate import main
+    else:
+        from lab.teach import main
     return main
 
 

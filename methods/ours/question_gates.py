@@ -49,7 +49,7 @@ from nanollm.model import rope, rotate
 
 FIRST = 4  # entries with a weight of their own, a
 NEWEST = 8  # and c
-HARD = 1.5  # nats a token; a question of which the full cache says more does not teach
+HARD = 2.0  # nats a token; a question of which the full cache says more does not teach
 
 
 @dataclass
@@ -201,8 +201,8 @@ def surprise(model, lesson: Lesson, keep: Tensor) -> Tensor:
 class Learner(nn.Module):
     """Gates that learn. Inside, their inputs have mean 0 and spread 1."""
 
-    def __init__(self, gates: Tensor, x: Tensor):
-        """gates (L, n + 1, H): to begin with. x (L, tokens, n): examples of their inputs."""
+    def __init__(self, gates: Tensor, edges: Tensor | None, x: Tensor):
+        """gates, edges: to begin with. x (L, tokens, n): examples of the gates' inputs."""
         super().__init__()
         self.mean = x.mean(1, keepdim=True)
         self.spread = x.std(1, keepdim=True) + 1e-6
@@ -210,8 +210,9 @@ class Learner(nn.Module):
         W, b = gates.to(x).split((n, 1), 1)
         self.W = nn.Parameter(W * self.spread.mT)
         self.b = nn.Parameter(b + self.mean @ W)
-        L, _, H = W.shape
-        self.edges = nn.Parameter(x.new_full((2, L, H), 6.0))
+        if edges is None:
+            edges = torch.full((2, len(W), W.shape[2]), 6.0)
+        self.edges = nn.Parameter(edges.to(x, copy=True))
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
         """Return the scores (1, L, H, T) of inputs (1, T, n) of each layer."""
@@ -236,13 +237,14 @@ def taught(
     model,
     asked: Iterable,
     gates: Tensor,
+    edges: Tensor | None = None,
     steps: int = 450,
     rate: float = 0.0015,
     edges_rate: float = 0.05,
     shares: tuple[float, ...] = (1 / 8, 1 / 16, 1 / 32),
     seed: int = 0,
 ) -> dict:
-    """Return gates (L, n + 1, H), which begin with `gates`, and edges, learned from questions.
+    """Return gates (L, n + 1, H), which begin with `gates`, and edges (2, L, H), learned.
 
     asked: as in `learn_from`. A step takes one context and one of `shares`. Adam's rates fall from
     `rate` and `edges_rate` to 0.
@@ -254,7 +256,7 @@ def taught(
             lessons.append(lesson)
     some = [torch.cat(lesson.inputs) for lesson in lessons[::4]]  # (L, T, n) each
     x = torch.cat(some, 1).float()
-    learner = Learner(gates, x.to(model.embed.weight.device))
+    learner = Learner(gates, edges, x.to(model.embed.weight.device))
     slow = dict(params=[learner.W, learner.b])
     fast = dict(params=[learner.edges], lr=edges_rate)
     adam = torch.optim.Adam([slow, fast], rate, betas=(0.9, 0.99))

@@ -188,7 +188,7 @@ def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
     batch = tasks("test").batch("needle", 0, 4, 160)
     asked = [of_task(batch, i) for i in range(4)]
     state = torch.get_rng_state()
-    learned = taught(model, asked, given, 60, 0.01, shares=(0.25,))
+    learned = taught(model, asked, given, steps=60, rate=0.01, shares=(0.25,))
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(x.requires_grad for x in learned.values())
     assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,55 @@
+"""python -m nanollm teach: the gates learn, the other half judges, and nothing is overwritten."""
+
+import json
+
+import pytest
+
+from common import ENCODING
+from lab import lessons, teach
+from lab.loading import calibrated
+from lab.made_questions import Maker
+from lab.methods_by_name import pick
+from nanollm import TINY, checkpoint
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "MADE", "PLAIN":
+        monkeypatch.setattr(lessons, name, 1)
+    monkeypatch.setattr(lessons, "TASKS", dict(needle=(2, {})))
+    monkeypatch.setattr(teach, "JUDGES", 2)
+    maker = Maker(ENCODING, "test", 5)
+    lines = []
+    for _ in range(5):
+        for x in maker.context(150):
+            made = dict(context=x.context, question=x.question, answers=x.answers)
+            lines.append(json.dumps(made | dict(max_new_tokens=4)))
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_gates_are_taught_and_judged(file, capsys):
+    options = ["--questions", str(file), "--calibration", "new", "--steps", "3"]
+    teach.main(options)
+    text = capsys.readouterr().out
+    assert "3 contexts of" in text and text.count("taught") >= 5
+    model = checkpoint.from_hf(TINY)
+    variant = pick(["question_gates"])["question_gates"]
+    before = calibrated(variant, model, ENCODING)
+    after = calibrated(variant, model, ENCODING, file.parent / "new")
+    for name in "gates", "edges":
+        assert not after[name].equal(before[name])
+        assert (after[name] - before[name]).abs().max() < 1
+    with pytest.raises(ValueError, match="new/QuestionGates.safetensors is there already"):
+        teach.main(options)
+
+
+def test_half_of_the_contexts_must_judge(file):
+    first = file.read_text().splitlines()[0]
+    file.write_text(first)
+    with pytest.raises(ValueError, match="q.jsonl has 1 contexts, .* give 4 or more"):
+        teach.main(["--questions", str(file), "--calibration", "new"])
+    with pytest.raises(ValueError, match="needs --calibration FOLDER"):
+        teach.main(["--questions", str(file)])
