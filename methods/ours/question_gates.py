@@ -238,10 +238,10 @@ def taught(
     asked: Iterable,
     gates: Tensor,
     edges: Tensor | None = None,
-    steps: int = 450,
+    steps: int = 600,
     rate: float = 0.0015,
     edges_rate: float = 0.05,
-    shares: tuple[float, ...] = (1 / 8, 1 / 16, 1 / 32),
+    shares: tuple[float, ...] = (1 / 4, 1 / 8, 1 / 16, 1 / 32),
     seed: int = 0,
 ) -> dict:
     """Return gates (L, n + 1, H), which begin with `gates`, and edges (2, L, H), learned.
