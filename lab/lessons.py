@@ -21,14 +21,14 @@ NATURAL = Path(__file__).parent / "natural_teach.jsonl"
 T = 512  # tokens of a context
 # task: how many contexts, and the options of Tasks
 TASKS = {
-    "needle": (10, dict(questions=4)),
-    "pairs": (10, dict(questions=4)),
-    "few_shot": (10, {}),
-    "copy": (10, {}),
+    "needle": (9, dict(questions=4)),
+    "pairs": (9, dict(questions=4)),
+    "few_shot": (9, {}),
+    "copy": (6, {}),
 }
-PLAIN = 12  # texts
+PLAIN = 9  # texts
 CONTINUED = 64  # tokens of their ends, which are the answers
-MADE = 60  # contexts
+MADE = 48  # contexts
 
 
 class Asked(NamedTuple):
@@ -46,7 +46,7 @@ def lessons(encoding, config, tasks: Tasks, seed: int = 0) -> list[Asked]:
     length = min(T, config.max_len)
     groups = contexts(read(NATURAL))
     found = [of_questions(encoder, some) for some in groups]
-    found += [of_questions(encoder, some, known=True) for some in groups[::3]]
+    found += [of_questions(encoder, some, known=True) for some in groups[::6]]
     for i in range(MADE):
         some = maker.context(length * (2 + i % 3) // 4)
         found.append(of_questions(encoder, some, known=i % 3 == 2))
@@ -56,7 +56,12 @@ def lessons(encoding, config, tasks: Tasks, seed: int = 0) -> list[Asked]:
     plain = torch.from_numpy(tasks.batch("plain", seed, PLAIN, length).tokens)
     for text in plain.split(1):
         found.append(continued(text))
-    return [x for x in found if x.context.shape[1] + x.tokens.shape[1] <= config.max_len]
+    return [x for x in found if length_of(x) <= config.max_len]
+
+
+def length_of(asked: Asked) -> int:
+    """Return the tokens of the context and of its longest question."""
+    return asked.context.shape[1] + asked.tokens.shape[1]
 
 
 def of_questions(

@@ -103,7 +103,7 @@ def test_the_recipe_leaves_out_what_the_decoder_cannot_read_or_a_test_asks(monke
         monkeypatch.setattr(lessons, name, 3)
     tasks_ = tasks("train")
     found = lessons.lessons(ENCODING, CONFIG, tasks_)
-    assert 24 + 3 + 3 + 40 >= len(found) > 46
+    assert 72 + 12 + 3 + 3 + 33 >= len(found) > 36
     lengths = [x.context.shape[1] + x.tokens.shape[1] for x in found]
     assert max(lengths) <= CONFIG.max_len
     short = SimpleNamespace(**vars(CONFIG) | dict(max_len=max(lengths) - 1))
@@ -111,5 +111,5 @@ def test_the_recipe_leaves_out_what_the_decoder_cannot_read_or_a_test_asks(monke
 
     passages = [some[0].context for some in contexts(read(lessons.NATURAL))]
     judges = [some[0].context for some in contexts(read(JUDGE))]
-    assert len(passages) == len(judges) == 24
+    assert len(passages) == 72 and len(judges) == 24
     assert not {*passages} & {*judges}
