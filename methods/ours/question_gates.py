@@ -238,7 +238,7 @@ def taught(
     asked: Iterable,
     gates: Tensor,
     edges: Tensor | None = None,
-    steps: int = 600,
+    steps: int = 450,
     rate: float = 0.0015,
     edges_rate: float = 0.05,
     shares: tuple[float, ...] = (1 / 4, 1 / 8, 1 / 16, 1 / 32),
