@@ -29,7 +29,7 @@ The gates belong to the decoder, so `bytes` does not count them.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
@@ -117,34 +117,51 @@ def lessons(
     documents: int = 64,
     T: int = 512,
     seed: int = 0,
-    task_names: tuple[str, ...] = ("plain",),
     rows: int = 8,
 ) -> tuple[Tensor, Tensor]:
     """Return the training data: the gates' inputs (L, tokens, n) and KVzip's scores (L, tokens, H).
 
-    They are of all tokens of `documents` documents, divided evenly among `task_names`. `rows`
-    documents are read at a time.
+    They are of all tokens of `documents` plain texts, of which `rows` are read at a time.
     """
     # half of max_len: a document is read twice
     T = min(T, (model.config.max_len - 8) // 2)
     device = model.embed.weight.device
     x = []
     y = []
-    for task in task_names:
-        batch = tasks.batch(task, seed, documents // len(task_names), T)
-        parts = torch.from_numpy(batch.tokens).split(rows)
-        for text in tqdm(parts, "lessons of the gates", leave=False, disable=None):
-            text = text.to(device)
-            caches = make_cache(model, Teacher, budget=T)
-            prefill(model, text, caches, 64)
-            layers = full_layers(caches)
-            again = rereading(model, caches)
-            scores = layers[0].method.scores(again, text, layers)
-            x.append(
-                torch.stack([layer.notes["inputs"].flatten(0, 1) for layer in layers])
-            )
-            y.append(torch.stack([score.mT.flatten(0, 1).cpu() for score in scores]))
+    batch = tasks.batch("plain", seed, documents, T)
+    parts = torch.from_numpy(batch.tokens).split(rows)
+    for text in tqdm(parts, "lessons of the gates", leave=False, disable=None):
+        text = text.to(device)
+        caches = make_cache(model, Teacher, budget=T)
+        prefill(model, text, caches, 64)
+        layers = full_layers(caches)
+        again = rereading(model, caches)
+        scores = layers[0].method.scores(again, text, layers)
+        x.append(torch.stack([layer.notes["inputs"].flatten(0, 1) for layer in layers]))
+        y.append(torch.stack([score.mT.flatten(0, 1).cpu() for score in scores]))
     return torch.cat(x, 1), torch.cat(y, 1)
+
+
+class Learner(nn.Module):
+    """Gates that learn. Inside, their inputs have mean 0 and spread 1."""
+
+    def __init__(self, gates: Tensor, x: Tensor):
+        """gates (L, n + 1, H): to begin with. x (L, tokens, n): examples of their inputs."""
+        super().__init__()
+        self.mean = x.mean(1, keepdim=True)
+        self.spread = x.std(1, keepdim=True) + 1e-6
+        W, b = gates.to(x).split((x.shape[2], 1), 1)
+        self.W = nn.Parameter(W * self.spread.mT)
+        self.b = nn.Parameter(b + self.mean @ W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scores (L, T, H), without σ, of inputs (L, T, n)."""
+        return (x - self.mean) / self.spread @ self.W + self.b
+
+    def learned(self) -> Tensor:
+        """Return the gates (L, n + 1, H)."""
+        W = self.W.detach() / self.spread.mT
+        return torch.cat((W, self.b.detach() - self.mean @ W), 1)
 
 
 def fit(
@@ -159,22 +176,28 @@ def fit(
 
     Adam minimises the BCE, with `rows` random tokens per step.
     """
-    mean = x.mean(1, keepdim=True)
-    spread = x.std(1, keepdim=True) + 1e-6
     # begin with the mean score of each head
-    W = x.new_zeros(len(x), x.shape[2], y.shape[2]).requires_grad_()
-    b = y.mean(1, keepdim=True).clamp(1e-6, 1 - 1e-6).logit().requires_grad_()
-    adam = torch.optim.Adam([W, b], rate)
+    W = x.new_zeros(len(x), x.shape[2], y.shape[2])
+    b = y.mean(1, keepdim=True).clamp(1e-6, 1 - 1e-6).logit()
+    learner = Learner(torch.cat((W, b), 1), x)
+    adam = torch.optim.Adam(learner.parameters(), rate)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         i = torch.randint(x.shape[1], (rows,), generator=generator)
         with torch.enable_grad():
-            s = (x[:, i] - mean) / spread @ W + b
+            s = learner(x[:, i])
             loss = F.binary_cross_entropy_with_logits(s, y[:, i])
-            W.grad, b.grad = torch.autograd.grad(loss, (W, b))
-        adam.step()
-    W = W.detach() / spread.mT
-    return torch.cat((W, b.detach() - mean @ W), 1)
+        descend(adam, learner, loss)
+    return learner.learned()
+
+
+def descend(adam: torch.optim.Adam, learner: Learner, loss: Tensor):
+    """Take a step. The decoder gets no gradients."""
+    parameters = [*learner.parameters()]
+    grads = torch.autograd.grad(loss, parameters)
+    for parameter, grad in zip(parameters, grads):
+        parameter.grad = grad
+    adam.step()
 
 
 variants = {"kvzip_fast": FastKVzip}

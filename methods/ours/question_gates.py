@@ -40,7 +40,14 @@ from torch import Tensor, nn
 import torch.nn.functional as F
 from tqdm import tqdm, trange
 
-from methods.baselines.kvzip_fast import FastKVzip, Teacher, fit, lessons
+from methods.baselines.kvzip_fast import (
+    FastKVzip,
+    Learner,
+    Teacher,
+    descend,
+    fit,
+    lessons,
+)
 from nanollm.attention import probabilities, visible, wide
 from nanollm.cache import Slots, copied, full_layers, make_cache
 from nanollm.generate import prefill
@@ -88,8 +95,7 @@ def edged(edges: Tensor, T: int) -> Tensor:
 class Lesson(NamedTuple):
     """A context that has been read, and R questions on it."""
 
-    # of each layer, the gates' inputs (1, T, n), in 16 bits, in CPU memory
-    inputs: list[Tensor]
+    inputs: Tensor  # of the gates, (L, T, n), in 16 bits, in CPU memory
     sliding: list[Slots]  # caches of the layers that slide; they have no gates
     tokens: Tensor  # (R, T'), questions and answers
     right: Tensor  # (R, T') of bool, the answers' tokens
@@ -107,7 +113,7 @@ def learn_from(model, asked) -> Lesson | None:
     caches = make_cache(model, Teacher, budget=T)
     prefill(model, context, caches, 128)
     layers = full_layers(caches)
-    inputs = [layer.notes["inputs"].half() for layer in layers]
+    inputs = torch.cat([layer.notes["inputs"].half() for layer in layers])
     sliding = [layer for layer in caches if layer not in layers]
     lesson = Lesson(inputs, sliding, tokens, right)
     heads = layers[0].k.shape[1]
@@ -182,8 +188,8 @@ def surprise(model, lesson: Lesson, keep: Tensor) -> Tensor:
         layers[layer.block] = layer
     for layer, x in zip(full_layers(layers), lesson.inputs):
         x = x.to(layer.w_o)
-        x = x.unflatten(2, (-1, c.head_dim))
-        x = x.transpose(1, 2)
+        x = x.unflatten(1, (-1, c.head_dim))
+        x = x.transpose(0, 1)
         x = x.expand(R, -1, -1, -1)
         heads = c.n_heads, c.n_kv_heads, c.n_kv_heads
         _, k, v = x.split(heads, 1)
@@ -198,39 +204,19 @@ def surprise(model, lesson: Lesson, keep: Tensor) -> Tensor:
     return (nats * right).sum(1) / right.sum(1)
 
 
-class Learner(nn.Module):
-    """Gates that learn. Inside, their inputs have mean 0 and spread 1."""
+class EdgedLearner(Learner):
+    """Gates that learn, with the edges."""
 
     def __init__(self, gates: Tensor, edges: Tensor | None, x: Tensor):
-        """gates, edges: to begin with. x (L, tokens, n): examples of the gates' inputs."""
-        super().__init__()
-        self.mean = x.mean(1, keepdim=True)
-        self.spread = x.std(1, keepdim=True) + 1e-6
-        n = x.shape[2]
-        W, b = gates.to(x).split((n, 1), 1)
-        self.W = nn.Parameter(W * self.spread.mT)
-        self.b = nn.Parameter(b + self.mean @ W)
+        super().__init__(gates, x)
         if edges is None:
-            edges = torch.full((2, len(W), W.shape[2]), 6.0)
+            edges = torch.full((2, len(x), gates.shape[2]), 6.0)
         self.edges = nn.Parameter(edges.to(x, copy=True))
 
-    def forward(self, inputs: list[Tensor]) -> Tensor:
-        """Return the scores (1, L, H, T) of inputs (1, T, n) of each layer."""
-        scores = []
-        for i, x in enumerate(inputs):
-            x = x.to(self.mean)
-            x = (x - self.mean[i]) / self.spread[i]
-            s = x @ self.W[i] + self.b[i]
-            scores.append(s.mT)
-        s = torch.stack(scores, 1)
-        return s + edged(self.edges, s.shape[-1])
-
-    def learned(self) -> dict:
-        """Return the method's options."""
-        W = self.W.detach() / self.spread.mT
-        b = self.b.detach() - self.mean @ W
-        gates = torch.cat((W, b), 1)
-        return dict(gates=gates.cpu(), edges=self.edges.detach().cpu())
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scores (1, L, H, T) of inputs (L, T, n)."""
+        s = super().forward(x).mT
+        return (s + edged(self.edges, x.shape[1]))[None]
 
 
 def taught(
@@ -254,9 +240,9 @@ def taught(
         lesson = learn_from(model, x)
         if lesson:
             lessons.append(lesson)
-    some = [torch.cat(lesson.inputs) for lesson in lessons[::4]]  # (L, T, n) each
-    x = torch.cat(some, 1).float()
-    learner = Learner(gates, edges, x.to(model.embed.weight.device))
+    device = model.embed.weight.device
+    x = torch.cat([lesson.inputs for lesson in lessons[::4]], 1)
+    learner = EdgedLearner(gates, edges, x.to(device, torch.float))
     slow = dict(params=[learner.W, learner.b])
     fast = dict(params=[learner.edges], lr=edges_rate)
     adam = torch.optim.Adam([slow, fast], rate, betas=(0.9, 0.99))
@@ -270,16 +256,13 @@ def taught(
         lesson = lessons[order.pop()]
         i = torch.randint(len(shares), (), generator=generator)
         with torch.enable_grad():
-            s = learner(lesson.inputs)
+            s = learner(lesson.inputs.to(learner.mean))
             keep = chosen(s, shares[i], QuestionGates.sinks, QuestionGates.recent)
             loss = surprise(model, lesson, keep).mean()
-            parameters = [*learner.parameters()]
-            grads = torch.autograd.grad(loss, parameters)
-        for parameter, grad in zip(parameters, grads):
-            parameter.grad = grad
-        adam.step()
+        descend(adam, learner, loss)
         falling.step()
-    return learner.learned()
+    edges = learner.edges.detach()
+    return dict(gates=learner.learned().cpu(), edges=edges.cpu())
 
 
 variants = {"question_gates": QuestionGates}

@@ -95,11 +95,8 @@ def test_the_first_and_the_newest_entries_have_weights_of_their_own():
 
 def scores_of(lesson, gates, edges):
     """Return the gates' scores of a context's entries, (1, L, H, T)."""
-    rows = []
-    for x, gate in zip(lesson.inputs, gates):
-        rows.append((x.float() @ gate[:-1] + gate[-1]).mT)
-    s = torch.stack(rows, 1)
-    return s + edged(edges, s.shape[-1])
+    s = lesson.inputs.float() @ gates[:, :-1] + gates[:, -1:]
+    return s.mT[None] + edged(edges, s.shape[1])
 
 
 def keep_of(lesson, gates, edges, share):
