@@ -54,15 +54,13 @@ class Benchmark:
         full = reference(model, text, continuation_length(text.shape[1]))
         return Benchmark(batches, recordings, full)
 
-    def measured(
-        self, model, make: Make, alone: bool = False
-    ) -> tuple[dict[str, Tensor], dict]:
+    def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
         """Return the right answers (B,) by task and setting, and the text's measurements, or {}."""
         right = {}
         for task in self.batches:
             answers = self.answers(model, task, make)
             right |= {f"{task}_{setting}": x for setting, x in answers.items()}
-        return right, self.continued(model, make, alone) if self.full else {}
+        return right, self.continued(model, make) if self.full else {}
 
     def answers(
         self, model, task: str, make: Make, settings: tuple[str, ...] = SETTINGS
@@ -157,14 +155,14 @@ def cut(batch: Batch, n: int) -> list[Batch]:
     return parts
 
 
-def run(benchmarks: list[Benchmark], model, make: Make, alone: bool = False) -> dict:
+def run(benchmarks: list[Benchmark], model, make: Make) -> dict:
     """Measure caches from `make` on all documents and texts; return one row.
 
     The row has the mean and standard error of each task and setting, and what `continuation`
-    returns, bytes summed; l1_alone only if `alone`. "each" has the values of single documents, or
-    of single texts for kl, nll and l1_alone.
+    returns, bytes summed. "each" has the values of single documents, or of single texts for kl and
+    nll.
     """
-    parts = [benchmark.measured(model, make, alone) for benchmark in benchmarks]
+    parts = [benchmark.measured(model, make) for benchmark in benchmarks]
     row = {}
     each = {}
     for name in dict.fromkeys(name for right, _ in parts for name in right):
@@ -177,10 +175,6 @@ def run(benchmarks: list[Benchmark], model, make: Make, alone: bool = False) -> 
     kl, nll = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll"))
     each["kl"] = kl.tolist()
     each["nll"] = nll.tolist()
-    if alone:
-        l1 = torch.cat([text["l1_alone"] for text in texts])
-        row["l1_alone"] = l1.mean(0).tolist()
-        each["l1_alone"] = l1.mean((1, 2)).tolist()
     for key in "live", "live_16", "allocated":
         row[key] = sum(text[key] for text in texts)
     for key in "slots", "slots_end":

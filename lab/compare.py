@@ -44,7 +44,7 @@ def main(argv: list[str]):
     jobs = comparison.jobs()
     print(
         f"Methods that compress the KV cache, compared on {args.model}.\n\n"
-        f"{table.terms(args.short, args.l1)}",
+        f"{table.terms(args.short)}",
         flush=True,
     )
 
@@ -77,7 +77,7 @@ def main(argv: list[str]):
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
-    """Return the command line. Without --all, --methods, --keep and --tasks, `short` is True."""
+    """Return the command line. Without --all, --methods and --keep, `short` is True."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm",
         description=__doc__,
@@ -98,12 +98,6 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "addition critical; with @3 at the end, what a method keeps is stored in 3 bits",
     )
     option(
-        "--tasks",
-        choices=("standard", "needle", "pairs", "few_shot"),
-        default="standard",
-        help="standard: all three; or one of them; default standard",
-    )
-    option(
         "--keep",
         nargs="+",
         type=float,
@@ -111,11 +105,6 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         help="keep ratios: the budget of each head, its observation window included, as a "
         "percentage of the prompt's tokens (25 is kvpress's compression_ratio 0.75); "
         "default 50 25 12.5 6.25 (short table and --questions: 25)",
-    )
-    option(
-        "--l1",
-        action="store_true",
-        help="also measure the change of a head's output by its own layer's compression",
     )
     question_options(parser)
     command_line.window_option(parser)
@@ -174,9 +163,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         raise ValueError(
             "--csv, --scheduler, --against and --settings need --questions FILE"
         )
-    args.short = not (
-        args.all or args.methods or args.keep or args.l1 or args.tasks != "standard"
-    )
+    args.short = not (args.all or args.methods or args.keep)
     args.keep = [*dict.fromkeys(args.keep or ([25] if args.short else ALL_RATIOS))]
     args.lengths = [*dict.fromkeys(args.lengths or [256 if args.short else 512])]
     if args.documents is None:
@@ -223,11 +210,9 @@ def question_options(parser):
 def checked_questions(args: argparse.Namespace) -> argparse.Namespace:
     """Return the options of a run on questions. ValueError if some do not go together."""
     others = dict(
-        tasks=args.tasks != "standard",
         lengths=args.lengths,
         documents=args.documents,
         text=args.text,
-        l1=args.l1,
         seed=args.seed,
     )
     for name, is_given in others.items():

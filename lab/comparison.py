@@ -9,7 +9,6 @@ from zlib import crc32
 
 from lab import command_line, table
 from lab.benchmark import (
-    TASKS,
     Benchmark,
     build,
     check_size,
@@ -58,15 +57,9 @@ class Comparison:
             check_size(self.model, args.documents, 2, T)
 
     def resume(self, stored: bytes):
-        """Take the rows of --json. ValueError if one lacks a key or has other settings."""
+        """Take the rows of --json. ValueError if one has other settings."""
         file = self.args.json
         for row in json.loads(stored or "[]"):
-            lacks = table.KEYS - row.keys()
-            if lacks:
-                raise ValueError(
-                    f"a row in {file} has no {min(lacks)!r}; another version may have written it, "
-                    "so name another file"
-                )
             for name, x in self.settings.items():
                 if row.get(name) != x:
                     raise ValueError(
@@ -99,13 +92,12 @@ class Comparison:
     def results(self, jobs: list[Job]) -> Iterator[tuple[Job, dict | Failed]]:
         """Yield each job with its row. Each core has a process, of one thread."""
         args = self.args
-        names = TASKS if args.tasks == "standard" else (args.tasks,)
         processes = args.device == "cpu" and args.threads < 2
         for T, of_length in groupby(jobs, key=lambda job: job.tokens):
             some = [*of_length]
             if any(job not in self.earlier for job in some):
                 self.benchmarks = build(
-                    self.model, self.tasks, T, args.documents, args.seed, names
+                    self.model, self.tasks, T, args.documents, args.seed
                 )
             rows = spread(self.result, some, processes)
             yield from zip(some, rows, strict=True)
@@ -116,7 +108,7 @@ class Comparison:
             return self.earlier[job]
         try:
             make = self.contenders.make(job.method, job.keep_ratio)
-            measured = run(self.benchmarks, self.model, make, self.args.l1)
+            measured = run(self.benchmarks, self.model, make)
         except Exception as error:
             return Failed(one_line(error))
         return table.row_of(
@@ -148,7 +140,5 @@ def settings(args: Namespace, model, text: str | None) -> dict:
         documents=args.documents,
         seed=args.seed,
         window=args.window,
-        tasks=args.tasks,
-        l1=args.l1,
         text=text and f"{args.text}, crc32 {crc32(text.encode()):08x}",
     )

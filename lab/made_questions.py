@@ -98,7 +98,9 @@ class Maker:
         answers = [value for key in keys for value in facts[key]]
         question = self.one_of((straight, reworded))
         if len(answers) > 1:
-            question = self.one_of((f"{question} List all.", f"All of them: {question}"))
+            question = self.one_of(
+                (f"{question} List all.", f"All of them: {question}")
+            )
         if len(keys) > 1 or self.below(0, 4) == 0:
             lead = ""
         those = " and ".join(keys)

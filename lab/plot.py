@@ -23,7 +23,6 @@ from lab.kept import held
 TITLE = "Figure of python -m nanollm"
 MOST = 10  # methods in a figure; more cannot be told apart
 STORED = Path(__file__).parent / "stored"
-LATER = dict(agnostic="question after the compression", aware="question in the prompt")
 
 # A family's colour and marker. Families of similar grey have different markers.
 FAMILIES = {

@@ -51,7 +51,6 @@ METHODS = (
     "snap_kv+critical",
     "chunk_kv",
     "streaming_llm_absolute",
-    "tova",
     "key_diff",
 )
 STEPS = 48  # decoding steps after a prompt, of which the fastest counts
@@ -131,7 +130,6 @@ def presses(keep: float, window: int = 32) -> dict:
         "chunk_kv": kvpress.ChunkKVPress(snap(), 10),
         "key_diff": kvpress.KeyDiffPress(ratio),
         "streaming_llm_absolute": kvpress.StreamingLLMPress(ratio),
-        "tova": kvpress.TOVAPress(ratio),
     }
 
 

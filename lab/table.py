@@ -42,25 +42,8 @@ MEASURED_TERMS = {
     "KL": "KL divergence between the full cache's predictions of real text and these, in nats "
     "per token",
     "perplexity": "of real text after a compressed prompt",
-    "L1": "change of a head's output by the compression of its own layer alone: the sum of "
-    "absolute differences, mean over heads and tokens",
 }
 SETTINGS = "aware", "agnostic"
-# of each row
-KEYS = {
-    *SETTINGS,
-    "method",
-    "keep_ratio",
-    "tokens",
-    "documents",
-    "seed",
-    "prompt",
-    "live_16",
-    "kl",
-    "perplexity",
-    "slots",
-    "slots_end",
-}  # of each row
 
 
 def text_table(rows: list[list[str]], widths: list[int] = ()) -> str:
@@ -104,20 +87,18 @@ def label(name: str, keep_ratio: float | None) -> str:
 # ---- rows as text; a task's column holds both accuracies, aware and agnostic ---
 
 
-def terms(short: bool = False, l1: bool = True) -> str:
+def terms(short: bool = False) -> str:
     """Return a line on each column of the table."""
     columns = SIZE_TERMS | STANDARD_TERMS | MEASURED_TERMS
     if short:
         del columns["perplexity"]
-    if short or not l1:
-        del columns["L1"]
     lines = [f"{name:9} {meaning}" for name, meaning in columns.items()]
     return "\n".join(fill(line, 108, subsequent_indent=10 * " ") for line in lines)
 
 
 def widths(row: dict, short: bool) -> list[int]:
-    """Return the least widths of the columns, from method to KL or, if it was measured, to L1."""
-    measured = [6] if short else [10, 5, 6]
+    """Return the least widths of the columns, from method to KL."""
+    measured = [6] if short else [10, 6]
     return [26, 6, 6] + [14] * len(tasks_of(row)) + measured
 
 
@@ -130,8 +111,6 @@ def header(row: dict, short: bool = False) -> str:
     if not short:
         names.append("perplexity")
     names.append("KL")
-    if not short and "l1_alone" in row:
-        names.append("L1")
     above += [""] * (len(names) - len(above))
     return (
         f"{row['documents']} documents per task, {row['tokens']} tokens each; "
@@ -149,8 +128,6 @@ def show(row: dict, short: bool = False) -> str:
         form = ".2f" if row["perplexity"] < 1e4 else ".1e"
         cells.append(format(row["perplexity"], form))
     cells.append(f"{max(row['kl'], 0):.3f}")
-    if not short and "l1_alone" in row:
-        cells.append(f"{fmean(x for layer in row['l1_alone'] for x in layer):.2f}")
     return text_table([cells], widths(row, short))
 
 

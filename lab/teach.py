@@ -45,7 +45,9 @@ def main(argv: list[str]):
     known = lessons(encoding, model.config, training_tasks(encoding))
     step = max(len(known) // max(len(asked), LEAST), 1)
     mixed = asked + known[::step]
-    print(f"{len(asked)} contexts of {args.questions} teach, and {len(known[::step])} others")
+    print(
+        f"{len(asked)} contexts of {args.questions} teach, and {len(known[::step])} others"
+    )
     after = taught(model, mixed, **before, steps=args.steps, seed=args.seed)
     args.calibration.mkdir(parents=True, exist_ok=True)
     save_learned(after, file, model)
@@ -54,8 +56,22 @@ def main(argv: list[str]):
     options = dict(before=before, taught=after)
     maker = Maker(encoding, "test", args.seed)
     made = [maker.context(400) for _ in range(JUDGES)]
-    judged(model, encoder, variant.kind, options, f"held out of {args.questions}", groups[1::2])
-    judged(model, encoder, variant.kind, options, "held out of the kinds that it knew", made)
+    judged(
+        model,
+        encoder,
+        variant.kind,
+        options,
+        f"held out of {args.questions}",
+        groups[1::2],
+    )
+    judged(
+        model,
+        encoder,
+        variant.kind,
+        options,
+        "held out of the kinds that it knew",
+        made,
+    )
     plain(model, encoding, variant.kind, options)
 
 

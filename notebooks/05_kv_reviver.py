@@ -27,7 +27,7 @@ from methods.baselines.snap_kv import SnapKV
 from methods.kv_reviver import Sketch
 from methods.ours.kv_reviver_shrunk import ShrunkSketch, SignedSketch
 from methods.theory.sketch_error import relative_error
-from methods.baselines.rounded import quantise
+from methods.baselines.rounded import rounded
 from nanollm import TINY, checkpoint, tokenizer
 from nanollm.attention import probabilities, visible
 from nanollm.cache import make_cache
@@ -132,13 +132,13 @@ for name, (Kind, rows) in kinds.items():
         errors[name].append([relative_error(*pair) for pair in zip(sketch.query(tokens), (k, v))])
 
 # %%
-def rounded(x, bits, dim):
+def in_groups(x, bits, dim):
     """x at `bits` bits a number; 32 neighbours along `dim` share a range."""
-    code, zero, scale = quantise(x.unflatten(dim, (-1, 32)), bits, dim + 1)
-    return (code * scale.float() + zero.float()).flatten(dim, dim + 1)
+    groups = x.unflatten(dim, (-1, 32))
+    return rounded(groups, bits, dim + 1).flatten(dim, dim + 1)
 
 
-few_bits = {n: [relative_error(rounded(k, n, 2), k), relative_error(rounded(v, n, 3), v)]
+few_bits = {n: [relative_error(in_groups(k, n, 2), k), relative_error(in_groups(v, n, 3), v)]
             for n in (2, 3, 4)}  # keys share ranges over tokens, values over channels, as in KIVI
 
 # %%

@@ -33,7 +33,7 @@ from methods.chunk_kv import ChunkKV
 from methods.critical_kv import Critical
 from methods.kv_reviver import Sketch
 from methods.theory.sketch_error import relative_error
-from methods.baselines.rounded import quantise
+from methods.baselines.rounded import rounded
 from nanollm import SHIPPED
 from nanollm.cache import compress, make_cache
 from nanollm.generate import prefill
@@ -125,8 +125,7 @@ axes[0].legend();
 def two_bits(k):
     """Keys (B, H, T, D), rounded to 2 bits as KIVI does; the newest 32 to 63 stay exact."""
     groups = k[:, :, :(k.shape[2] // 32 - 1) * 32].unflatten(2, (-1, 32))
-    code, zero, scale = quantise(groups, 2, 3)
-    old = (code * scale + zero).flatten(2, 3)
+    old = rounded(groups, 2, 3).flatten(2, 3)
     return torch.cat((old, k[:, :, old.shape[2]:]), 2)
 
 
@@ -261,4 +260,4 @@ for (claim, says), by_model in verdicts.items():
 # 2. Does a sink form in *built* if you put BOS before the text? Predict first.
 #    <details><summary>Hint</summary>Put <code>tasks["built"].bos</code> before the tokens of <code>text_windows</code>, and measure the weight of the first token with <code>window_rows</code>.</details>
 # 3. Round keys per token in place of per channel. Which decoder suffers most?
-#    <details><summary>Hint</summary><code>quantise(groups, 2, 4)</code>.</details>
+#    <details><summary>Hint</summary><code>rounded(groups, 2, 4)</code>.</details>

@@ -78,7 +78,7 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
 
 # %%
 FAMILIES = {
-    "window scores": "snap_kv pyramid_kv ada_kv snap_kv+critical tova",
+    "window scores": "snap_kv pyramid_kv ada_kv snap_kv+critical",
     "chunks, window scores": "chunk_kv chunk_kv_reuse chunk_kv_semantic",
     "the past": "h2o scissorhands",
     "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",

@@ -24,7 +24,7 @@ from lab.render_results import by_method, rows
 from lab.replay import Recorder, record
 from lab.speed import weight_bytes
 from lab.tasks import Tasks
-from methods.baselines.rounded import quantise
+from methods.baselines.rounded import rounded
 from nanollm.block_linear import BlockLinear
 from nanollm.cache import bytes_in_16_bits, compress, copied, make_cache
 from nanollm.generate import prefill
@@ -97,8 +97,7 @@ errors, worst = {bits: [] for bits in (2, 3, 4)}, []
 for layer in record(model, make_cache(model, store=Recorder), text):
     q, groups = layer.q[0].unflatten(0, (3, -1)), layer.k[0].unflatten(1, (-1, 32))  # 3 heads
     for bits in errors:
-        code, zero, scale = quantise(groups, bits, 2)
-        error = (code * scale.float() + zero.float()).flatten(1, 2) - layer.k[0]  # (H, T, D)
+        error = rounded(groups, bits, 2).flatten(1, 2) - layer.k[0]  # (H, T, D)
         errors[bits].append((q[:, :, 448:] @ error[:, None, :448].mT / 8).std((1, 2, 3)))
         if bits == 2:
             channels = (error ** 2).mean(1) * (q ** 2).mean((1, 2))
@@ -262,4 +261,4 @@ compare(f"--questions {folder}/velm.jsonl --figure {folder}/velm.png --model smo
 # 1. Round the values to two bits and the keys to four. Which task breaks, needles or pairs?
 #    <details><summary>Hint</summary>Change <code>bits</code> in the lines of <code>RoundedSlots</code> that round values (<code>round</code>), pack them (<code>add_codes</code>) and read them (<code>codes</code>).</details>
 # 2. Round the four worst channels of each head to eight bits and the others to two. What does it cost, and what does it save?
-#    <details><summary>Hint</summary>The cell above ranks the channels; <code>quantise</code> takes any part of them.</details>
+#    <details><summary>Hint</summary>The cell above ranks the channels; <code>rounded</code> takes any part of them.</details>

@@ -10,7 +10,7 @@ from lab.methods_by_name import pick
 from lab.retrieval import maker
 from lab.table import row_of
 from nanollm import TINY
-from nanollm.cache import Slots, cache_bytes, compress, crop, make_cache
+from nanollm.cache import cache_bytes, compress, crop
 from nanollm.checkpoint import from_hf
 
 N, T = 3, 88  # documents of each task, and texts; their tokens
@@ -22,26 +22,12 @@ MODEL = from_hf(TINY)
 TASKS = tasks("test")
 
 
-class Full(Slots):
-    """Give `other` the same input, and list ‖(y − ŷ) W_O‖₁ of each head."""
-
-    def attend(self, *new):
-        y = super().attend(*new)
-        change = y - self.other.attend(*new)
-        change = (self.w_o * change[0, :, -1]).sum(-1)
-        self.l1.append(change.abs().sum(0).tolist())
-        return y
-
-
-def compressed(name, tokens, cut=CUT, whole=CUT, full=()):
+def compressed(name, tokens, cut=CUT, whole=CUT):
     """Read tokens, forget those from `cut` on, and compress; a budget is part of `whole`."""
     budget = round((KEEP[name] or 1) * whole)
     caches = METHODS[name].caches(MODEL, budget=budget)
-    for layer, other in zip(full, caches):  # `full` answers the decoder for them
-        layer.other = other
-        layer.l1 = []
-    MODEL(tokens[None], full or caches)
-    crop([*full, *caches], cut)
+    MODEL(tokens[None], caches)
+    crop(caches, cut)
     compress(MODEL, tokens[None, :cut], caches)
     return caches
 
@@ -65,12 +51,10 @@ def measured(name, text):
     """Return a text's fields of the row, and the −log p of its true tokens."""
     prompt = text[: CUT + 1]
     after = text[CUT:-1]
-    full = make_cache(MODEL, store=Full)
-    compressed(name, prompt, full=full)
     caches = compressed(name, prompt)
     held = lambda: sum((x.pos < x.seen).sum().item() for x in caches)
     start = held()
-    p = read(after, full)
+    p = read(after, compressed("full", prompt))
     q = read(after, caches)
     end = held()
     live = cache_bytes(caches)[0]
@@ -81,7 +65,6 @@ def measured(name, text):
     return dict(
         kl=(np.exp(p) * (p - q)).sum(1).mean(),
         nll=-q[range(NEW), text[-NEW:]].mean(),
-        l1_alone=[np.mean(layer.l1[1:], 0) for layer in full],  # not the prompt's
         slots=start / 18,  # of a head: 3 heads in 6 layers
         slots_end=end / 18,
         live=live,
@@ -107,7 +90,7 @@ def row_by_hand(name):
     texts = [measured(name, text) for text in benchmark.text_windows(TASKS, N, T)]
     for key in texts[0]:
         row[key] = np.mean([text[key] for text in texts], 0).tolist()
-        if key in ("kl", "nll", "l1_alone"):
+        if key in ("kl", "nll"):
             each[key] = [np.mean(text[key]) for text in texts]
     row["perplexity"] = np.exp(row.pop("nll"))
     return row
@@ -129,7 +112,7 @@ def test_rows_are_what_a_reader_measures(monkeypatch, subtests):
         with subtests.test(name):
             variant = METHODS[name]
             make = maker(MODEL, variant.kind, keep, variant.store, **variant.options)
-            row = benchmark.run(parts, MODEL, make, alone=True)
+            row = benchmark.run(parts, MODEL, make)
             row = row_of(name, keep, T, {}, row)
             del row["method"]
             close = dict(rtol=1e-5, atol=1e-5, check_dtype=False)

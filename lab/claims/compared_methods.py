@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pandas as pd
 import torch
 from torch import Tensor
 import torch.nn.functional as F
@@ -57,14 +58,7 @@ def long_answer(model, texts: Tensor, *selections, **options) -> Tensor:
     return torch.stack(found)
 
 
-def ranks(x: Tensor) -> Tensor:
-    """Return the ranks of x (n,), from 1/2; equal numbers have their mean rank."""
-    below = (x[:, None] > x).sum(1)
-    equal = (x[:, None] == x).sum(1)
-    return below + equal / 2
-
-
 def rank_correlation(x: Tensor, y: Tensor) -> float:
     """Return Spearman's rank correlation of x and y (n,)."""
-    both = torch.stack((ranks(x), ranks(y)))
-    return torch.corrcoef(both)[0, 1].item()
+    both = pd.DataFrame(dict(x=x, y=y))
+    return both.corr("spearman").loc["x", "y"]

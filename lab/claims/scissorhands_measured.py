@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from lab.replay import Recorder, record
 from methods.scissorhands import BudgetSlots, Scissorhands
 from methods.theory.persistence import even_shares, persistence_ratio, tail_exponent
-from methods.baselines.rounded import quantise
+from methods.baselines.rounded import rounded
 from nanollm.attention import probabilities, visible
 from nanollm.cache import make_cache
 from nanollm.model import Decoder
@@ -21,19 +21,13 @@ class FourBitSlots(BudgetSlots):
     """Round keys and values to 4 bits, each head of a token by itself. Bytes are not counted."""
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        super().write(rounded(k), rounded(v), pos)
+        super().write(rounded(k, 4, -1), rounded(v, 4, -1), pos)
 
 
 class FourBits(Scissorhands):
     """Scissorhands in 4 bits (claim S9)."""
 
     store = FourBitSlots
-
-
-def rounded(x: Tensor) -> Tensor:
-    """Return x (..., D) as its codes of 4 bits give it back."""
-    code, zero, scale = quantise(x, 4, -1)
-    return zero.to(x) + code * scale.to(x)
 
 
 @torch.no_grad()

@@ -314,7 +314,6 @@ function curve(setting, title) {
   for (const tick of [.02, .05, .1, .2, .5, 1].filter(tick => tick > low))
     out.append(svg("text", {x: x(tick), y: H - 24, "text-anchor": "middle"}, percent(tick)));
   out.append(svg("text", {x: W / 2, y: H - 6, "text-anchor": "middle"}, "bytes, as a share of the full cache's"));
-  if (setting === "agnostic") out.append(svg("path", {class: "game", d: path(data.game.filter(([share]) => share > low))}));
   const point = (row, side) => svg("circle", {cx: x(row.share), cy: y(row[setting]), r: side ? 5 : 3, class: side},
     svg("title", {}, `${row.method}, ${row.keep} %: ${percent(row[setting])} right, ${percent(row.share)} of the bytes`));
   out.append(...data.curve.map(row => point(row, "")));

@@ -96,6 +96,12 @@ def quantise(
     return code.to(torch.uint8), zero, scale
 
 
+def rounded(x: Tensor, bits: int, dim: int) -> Tensor:
+    """Return x as its codes give it back, with a range for each group along `dim`."""
+    code, zero, scale = quantise(x, bits, dim)
+    return zero.to(x) + code * scale.to(x)
+
+
 def check_head_dim(D: int):
     """Raise ValueError unless codes of D channels fill bytes, and groups of channels fit."""
     if D % 8 or D % min(GROUP, D):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from methods.baselines.rounded import rounded
 from methods.tensor_attention import FactoredFourCache
 from nanollm.cache import Slots
 from nanollm.model import rope, rope_frequencies, rotate
@@ -137,21 +138,13 @@ def keep_rows(kept: slice | Tensor, n: int, bits: int | None = None):
 
     def compress(cache: Slots):
         cache.keep(torch.arange(n)[kept][None, None])
-        if bits is not None:
-            quantise(cache, bits)
+        if bits is None:
+            return
+        for both in cache.k, cache.v:  # two keys, two values, each with a range
+            x = both.unflatten(-1, (2, -1))
+            x.copy_(rounded(x, bits, -1))
 
     return compress
-
-
-def quantise(cache: Slots, bits: int):
-    """Round both keys and both values of each slot to 2^bits even levels of each vector's range."""
-    for both in (cache.k, cache.v):
-        x = both.unflatten(-1, (2, -1))
-        low = x.amin(-1, keepdim=True)
-        high = x.amax(-1, keepdim=True)
-        step = ((high - low) / (2**bits - 1)).clamp(min=1e-30)
-        level = ((x - low) / step).round()
-        x.copy_(low + level * step)
 
 
 # ---- why keys of pairs are not rotated ---

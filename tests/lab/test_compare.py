@@ -54,14 +54,13 @@ def stored() -> list[dict]:
 
 def test_a_row_for_every_length_method_and_budget(checkpoint, capsys):
     methods = "--methods full random streaming_llm --keep 50 12.5"
-    rows = compare(checkpoint, f"{methods} --lengths 288 300 --l1 --figure new.png")
+    rows = compare(checkpoint, f"{methods} --lengths 288 300 --figure new.png")
     expected = [("full", None)]
     for name in "random", "streaming_llm":
         expected += [(name, 0.5), (name, 0.125)]
     found = [(row["tokens"], row["method"], row["keep_ratio"]) for row in rows]
     assert found == [(T, *job) for T in (288, 300) for job in expected]
     for row in rows:
-        assert table.KEYS | {"l1_alone"} <= row.keys()
         assert len(row["each"]["needle_aware"]) == 2
     *_, least = rows[:5]
     assert least["slots"] == round(0.125 * least["prompt"])

@@ -68,10 +68,10 @@ def test_methods_of_ones_own_are_always_drawn_and_what_is_left_out_is_named():
     shown, left_out = plot.drawn(["snap_kv", "full", *many, "snap_kv"])
     assert shown == many
     assert left_out == ["snap_kv"]
-    names = "tova snap_kv@3 random kvzip_fast h2o kvzip snap_kv".split()
+    names = "key_diff snap_kv@3 random kvzip_fast h2o kvzip snap_kv".split()
     shown, left_out = plot.drawn([*names, *many[:6]])
     assert shown == [*many[:6], "snap_kv", "kvzip", "h2o", "random"]
-    assert left_out == ["tova", "snap_kv@3", "kvzip_fast"]
+    assert left_out == ["key_diff", "snap_kv@3", "kvzip_fast"]
 
 
 def test_the_full_cache_in_few_bits_looks_like_no_other():

@@ -76,8 +76,8 @@ def test_a_run_goes_on_with_what_its_file_lacks(checkpoint, capsys, monkeypatch)
     Path("r.json").write_text(json.dumps(file))
     main(arguments(checkpoint, "--methods h2o --keep 50 --resume"))
     assert asked.pop() == (3, ["full", "h2o"])
-    main(arguments(checkpoint, "--methods h2o tova --keep 50 --resume"))
-    assert asked == [(1, ["tova"]), (3, ["tova"]), (5, ["tova"])]
+    main(arguments(checkpoint, "--methods h2o key_diff --keep 50 --resume"))
+    assert asked == [(1, ["key_diff"]), (3, ["key_diff"]), (5, ["key_diff"])]
     write(LINES[:4])
     message = "measured with questions q.jsonl, crc32"
     refused(capsys, arguments(checkpoint, "--methods h2o --resume"), message)
@@ -87,7 +87,10 @@ def test_a_run_goes_on_with_what_its_file_lacks(checkpoint, capsys, monkeypatch)
     "options, message",
     [
         ("--lengths 64", "--lengths is of the tasks"),
-        ("--methods h2o --against tova", "--against tova is not among the methods"),
+        (
+            "--methods h2o --against key_diff",
+            "--against key_diff is not among the methods",
+        ),
         ("--keep 0", "--keep is 0"),
         ("--resume --json new.json --seed 3", "--seed is of the tasks"),
         ("--keep 0.1 --methods h2o", "h2o at 0.1 % of .* tokens: budget 0"),

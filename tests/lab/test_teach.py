@@ -39,10 +39,12 @@ def test_gates_are_taught_and_judged(file, capsys):
     variant = pick(["question_gates"])["question_gates"]
     before = calibrated(variant, model, ENCODING)
     after = calibrated(variant, model, ENCODING, file.parent / "new")
-    for name in "gates", "edges":
-        assert not after[name].equal(before[name])
-        assert (after[name] - before[name]).abs().max() < 1
-    with pytest.raises(ValueError, match="new/QuestionGates.safetensors is there already"):
+    moved = {name: after[name] - x for name, x in before.items()}
+    assert 0 < moved["edges"].abs().max() < 1
+    assert 0 < moved["gates"][:, :-1].abs().max() < 1
+    with pytest.raises(
+        ValueError, match="new/QuestionGates.safetensors is there already"
+    ):
         teach.main(options)
 
 

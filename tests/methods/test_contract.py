@@ -44,7 +44,7 @@ for name in [f"{name}+{addition}" for name in VARIANTS for addition in ADDITIONS
         found = pick([name, f"{name}@4"])
         found[name].kind(budget=64, **found[name].options)
         COMPOSED |= found
-CASES = METHODS | ROUNDED | COMPOSED | pick(["tova@3", "full@3"])
+CASES = METHODS | ROUNDED | COMPOSED | pick(["h2o@3", "full@3"])
 # sinks move with the next token, which `read` cannot show; StreamingLLM's own test has a loop
 SHOWN = [name for name in CASES if name != "streaming_llm"]
 BUDGETED = [name for name in CASES if CASES[name].takes("budget")]
@@ -508,9 +508,7 @@ def test_of_tokens_that_nobody_looks_at_the_newest_stay(name):
 # ---- decoding, conversations, short prompts ----------------------------------------------------
 
 
-@each(
-    ["h2o@4", "h2o@2", "tova@3", "key_diff@4", "random@4", "streaming_llm_absolute@4"]
-)
+@each(["h2o@4", "h2o@2", "h2o@3", "key_diff@4", "random@4", "streaming_llm_absolute@4"])
 def test_in_few_bits_survivors_of_decoding_are_not_rounded_again(name):
     """Each of 20 new tokens evicts one entry. What stays is bit for bit what it was."""
     _, (first, *steps) = run(name, (PROMPT, *[1] * 20))

@@ -37,7 +37,7 @@ FAMILIES = {
     "Llama4Text": SHAPE | dict(head_dim=16) | CHUNKS,
 }
 METHODS = (
-    "snap_kv ada_kv+critical pyramid_kv chunk_kv_reuse h2o tova kvzip "
+    "snap_kv ada_kv+critical pyramid_kv chunk_kv_reuse h2o kvzip "
     "key_diff streaming_llm_absolute"
 )
 TOKENS = torch.randint(3, V, (2, T), generator=torch.Generator().manual_seed(1))
@@ -221,9 +221,7 @@ def test_gates_learn_through_layers_that_slide():
     lesson = Lesson(inputs, sliding, asked, right)
     keep = torch.ones(1, 2, 2, n)
     logits = model(torch.cat((context.expand(2, -1), asked), 1)).logits[:, -4:-1]
-    own = torch.nn.functional.cross_entropy(
-        logits.mT, TOKENS[:, -3:], reduction="none"
-    )
+    own = torch.nn.functional.cross_entropy(logits.mT, TOKENS[:, -3:], reduction="none")
     same(surprise(bridged, lesson, keep), own.mean(1))
 
     def loss(keep):
