@@ -267,16 +267,11 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(
     assert {path.name for path in Path().iterdir()} == {"rows.json", "compare.png"}
 
 
-def test_rows_of_other_settings_or_without_a_key_are_not_gone_on_with(
-    checkpoint, capsys, measured
-):
-    rows = compare(checkpoint, THREE)
+def test_rows_of_other_settings_are_not_gone_on_with(checkpoint, capsys, measured):
+    compare(checkpoint, THREE)
     again = arguments(checkpoint, f"{THREE} --resume")
     message = "were measured with --dtype float32, not bfloat16"
     refused(capsys, [*again, "--dtype", "bfloat16"], message)
-    del rows[1]["live_16"]
-    Path("rows.json").write_text(json.dumps(rows))
-    refused(capsys, again, "has no 'live_16'")
     assert len(measured) == 3
 
 
