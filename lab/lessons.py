@@ -77,19 +77,23 @@ def of_questions(
             context = torch.cat((context, asked), 1)
             asked = asked[:, :0]
         row = torch.cat((asked, lead, answer), 1)[0]
+        n = len(row)
         rows.append(row)
-        right.append(torch.arange(len(row)) >= len(row) - answer.shape[1])
+        right.append(torch.arange(n) >= n - answer.shape[1])
     return Asked(context, pad_sequence(rows, True), pad_sequence(right, True))
 
 
 def of_task(batch: Batch, i: int, known: bool = False) -> Asked:
     """Return document i, whose questions are one row; the first one may be `known`."""
     end = batch.answers[-1].stop
-    tokens = torch.from_numpy(batch.tokens[i : i + 1, :end])
+    row = batch.tokens[i : i + 1, :end]
+    tokens = torch.from_numpy(row)
     right = torch.zeros_like(tokens, dtype=torch.bool)
     for answer in batch.answers:
         right[:, answer] = True
-    q = batch.answers[0].start - 1 if known else batch.question
+    q = batch.question
+    if known:
+        q = batch.answers[0].start - 1
     return Asked(tokens[:, :q], tokens[:, q:], right[:, q:])
 
 

@@ -121,5 +121,5 @@ def test_a_method_overrides_at_most_five_names():
     variants, *_ = known_names()
     kinds = {variant.kind for variant in variants.values()}
     many = {kind.__name__: overridden(kind) for kind in kinds}
-    assert len(many) >= 20
+    assert len(many) >= 15
     assert not {name: x for name, x in many.items() if len(x) > 5}

@@ -213,7 +213,7 @@ def test_gates_learn_through_layers_that_slide():
     context = TOKENS[:1, :n]
     prefill(bridged, context, caches)
     layers = full_layers(caches)
-    inputs = [layer.notes["inputs"] for layer in layers]
+    inputs = torch.cat([layer.notes["inputs"] for layer in layers])
     sliding = [layer for layer in caches if layer not in layers]
     asked = TOKENS[:, n:]
     right = torch.zeros_like(asked, dtype=torch.bool)
