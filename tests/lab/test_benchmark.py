@@ -131,8 +131,9 @@ def test_no_method_is_said_to_hold_more_than_its_budget(name):
     variant = pick([name])[name]
     if not variant.takes("budget"):
         return
-    gates = torch.zeros(2, 8 * 32 + 1, 2)
-    options = variant.given(window_size=8, gates=gates, ends=torch.arange(V) % 9 == 0)
+    learned = dict(gates=torch.zeros(2, 8 * 32 + 1, 2), edges=torch.zeros(2, 2, 2))
+    ends = torch.arange(V) % 9 == 0
+    options = variant.given(window_size=8, ends=ends, **learned)
     row = measured(variant.kind, 0.0625, variant.store, **options)
     assert excess(row) == ""
     assert 0 < row["slots"] <= budget_for(0.0625, 447) == 28
