@@ -15,16 +15,23 @@ import matplotlib.pyplot as plt
 import torch
 
 # %%
-from lab import question_table
+from lab import plot, question_table
 from lab.ask import answer, around
+from lab.benchmark import Benchmark
 from lab.compare import main as compare
+from lab.lessons import of_task
 from lab.loading import calibrated, load
 from lab.methods_by_name import pick
+from lab.one_page import pieces
 from lab.render_results import by_method, rows
 from lab.replay import Recorder, record
+from lab.retrieval import maker
 from lab.speed import weight_bytes
 from lab.tasks import Tasks
+from methods.baselines.kvzip_fast import fit, lessons
 from methods.baselines.rounded import rounded
+from methods.ours.question_gates import QuestionGates, taught
+from nanollm import TINY
 from nanollm.block_linear import BlockLinear
 from nanollm.cache import bytes_in_16_bits, compress, copied, make_cache
 from nanollm.generate import prefill
@@ -71,9 +78,76 @@ figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=8);
 #
 # ## Let questions teach the gates
 #
-# Fast KVzip's gates imitate KVzip: they keep what the decoder needs to repeat the text. Most of that no question asks for. `question_gates` starts with such gates, and then reads questions about 128 other documents behind caches from which the gates have evicted all but a quarter, an eighth or a sixteenth. Each step moves the gates so that the right answer gets likelier (the derivative is in `methods/ours/question_gates.py`). 300 steps take ten minutes on one core, once for a decoder. The gates ship; to make them again, name a folder: `--calibration FOLDER`.
+# Fast KVzip's gates imitate KVzip: they keep what the decoder needs to repeat the text. Most of that no question asks for. `question_gates` starts with such gates. Then a step of the training reads a context, lets the gates keep a quarter of its entries, or an eighth, a sixteenth, a thirty-second, and asks questions. Entries that would have made the right answers likelier get a higher score (the derivative is in `methods/ours/question_gates.py`).
 #
-# The questions of the figure are worded as those that taught the gates; text, words and numbers are others. Do the gates also keep what other questions need?
+# The recipe (`lab/lessons.py`) has 72 passages with natural questions, 48 texts with facts that a rule has made (numbers, words, names and dates; in sentences, lists and tables; one answer or several), the tasks of the figure with other words, and plain text, whose continuation is the answer. It takes SmolLM2 ten minutes, once. The gates ship; to make them again, name a folder: `--calibration FOLDER`.
+#
+# Here *built* learns one of these kinds alone, needles, starting with gates that imitate KVzip. How many needles and pairs does it find with a sixteenth of the entries, and how far is plain text from the full cache's?
+
+# %%
+built, its = load(TINY)
+train, test = Tasks(its, "train"), Tasks(its, "test")
+judge = Benchmark.read(built, {task: test.batch(task, 0, 32, 256) for task in ("needle", "pairs")},
+                       torch.from_numpy(test.batch("plain", 0, 16, 256).tokens))
+batch = train.batch("needle", 1, 32, 256, questions=4)
+asked = [of_task(batch, i) for i in range(32)]
+learned = taught(built, asked, fit(*lessons(built, train, documents=8)), steps=1)
+curve = []
+for start, end in zip((0, 5, 10, 20, 30, 60), (5, 10, 20, 30, 60, 90)):
+    right, found = judge.measured(built, maker(built, QuestionGates, 1 / 16, **learned))
+    curve.append((start, right["needle_agnostic"].mean(), right["pairs_agnostic"].mean(),
+                  found["kl"].mean()))
+    learned = taught(built, asked, **learned, steps=end - start, seed=start)
+
+# %%
+steps, needles, pairs, kl = zip(*curve)
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+axes[0].plot(steps, needles, "o-", label="needles, which teach")
+axes[0].plot(steps, pairs, "o-", label="pairs, which do not")
+axes[0].set(xlabel="steps", ylabel="found, question later", ylim=(0, 1.05))
+axes[0].legend()
+axes[1].plot(steps, kl, "o-", color="0.4")
+axes[1].set(xlabel="steps", ylabel="KL of plain text, nats a token", ylim=(0, None))
+
+# %% [markdown]
+# Thirty steps on 32 texts take the needles found from 0.09 to 0.94. Nobody taught pairs, and they follow: their questions need the same heads. Plain text loses nothing.
+#
+# ## What do the gates keep?
+#
+# One page, on SmolLM2. A token is darker if more heads keep it. Both methods keep an eighth of the entries.
+
+# %%
+PAGE = """The harbour of Velm has a lighthouse of red brick. Marta Olsen built it in 1874, after two
+ships had been lost on the rocks in one winter. The tower is 31 metres high, and 148 steps lead to
+the lamp. For the first forty years the lamp burned whale oil, which a donkey called Pim carried up.
+
+Today nobody lives in the tower. A family of falcons nests under the roof. Visitors pay two coins,
+and the money goes to the fishermen's choir. Its oldest member is Hanna Lund, who is ninety-one and
+sings bass. She says that the fog horn is the better musician, but never comes to the rehearsals."""
+page = torch.tensor([around(encoding, model.config)[0] + encoding.encode_ordinary(PAGE)])
+kept = {}
+for name in "kvzip", "question_gates":
+    kind = pick([name])[name].kind
+    options = dict(budget=page.shape[1] // 8) | calibrated(pick([name])[name], model, encoding)
+    caches = make_cache(model, kind, **options)
+    prefill(model, page, caches)
+    compress(model, page, caches)
+    kept[name] = plot.kept(caches, page.shape[1])  # (layers, heads, tokens)
+panels = {name: (3 * x.mean((0, 1))).clip(0, 1) ** 2 for name, x in kept.items()}
+plot.text(pieces(encoding, page[0].tolist()), panels, high="kept by a third of the heads");
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+for name, x in kept.items():
+    entries = 100 * x.mean(2)  # (layers, heads)
+    axes[0].plot(range(1, len(entries) + 1), entries.mean(1), label=name, **plot.style(name))
+    axes[1].plot(sorted(entries.ravel(), reverse=True), label=name, **plot.style(name))
+axes[0].set(xlabel="layer", ylabel="entries that stay, %", ylim=(0, None))
+axes[1].set(xlabel="heads, the fullest first", ylim=(0, None))
+axes[1].legend();
+
+# %% [markdown]
+# Both keep the first token, a sink, in nearly all heads, and the same few layers hold most entries. KVzip fills its fullest heads and leaves 60 of 90 nearly empty. The gates leave every head a little, most of all the newest tokens, and drop small words first.
 #
 # ## Questions of another kind
 #
@@ -210,18 +284,10 @@ for name, (short, few, long, some) in ms.items():
 # These commands do what the next cell does. `@4` stores the entries that stay in four bits, and works with any method (`snap_kv@4`).
 
 # %%
-PAGE = """The harbour of Velm has a lighthouse of red brick. Marta Olsen built it in 1874, after two
-ships had been lost on the rocks in one winter. The tower is 31 metres high, and 148 steps lead to
-the lamp. For the first forty years the lamp burned whale oil, which a donkey called Pim carried up.
-
-Today nobody lives in the tower. A family of falcons nests under the roof. Visitors pay two coins,
-and the money goes to the fishermen's choir. Its oldest member is Hanna Lund, who is ninety-one and
-sings bass. She says that the fog horn is the better musician, but never comes to the rehearsals."""
 QUESTIONS = ("How many steps lead to the lamp?", "Who is the oldest member of the choir?",
              "What is the name of the donkey?", "Who built the lighthouse?")
 
 # %%
-page = torch.tensor([around(encoding, model.config)[0] + encoding.encode_ordinary(PAGE)])
 gates = "question_gates@4"
 for name, keep in ("full", 1), (gates, 0.5), (gates, 0.25), ("snap_kv", 0.25):
     variant = pick([name])[name]
