@@ -92,13 +92,12 @@ def means(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 
 def shares(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """Return the means as shares of the full cache's, and their errors, paired by context."""
-    mean, _ = means(x)
-    share = mean / mean[FULL]
-    expected = {}
-    for key in x:
-        expected[key] = x[FULL] * share[key]
-    _, error = means(x - pd.DataFrame(expected))
-    return share, error / mean[FULL]
+    # a method's own questions may be fewer
+    full = x.apply(lambda mine: x[FULL].where(mine.notna()))
+    base, _ = means(full)
+    share = means(x)[0] / base
+    _, error = means(x - full * share)
+    return share, error / base
 
 
 def judging(x: pd.DataFrame) -> list[str]:
