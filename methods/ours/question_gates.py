@@ -29,7 +29,7 @@ Nearest in print, where the parts come from:
 - KV-Distill (2503.10337), TrimKV (2512.03324), WG-KV (2512.17452): no question is known. There the
   full cache's outputs teach.
 - KVP (2602.10238): a ranking by head learns from stored texts, by reinforcement.
-- RestoreKV (2608.01247): the decoder reads on, eight learned tokens, which store what eviction would
+- RestoreKV (2608.01247): the decoder reads eight learned tokens, which store what eviction would
   lose. Here nothing is added.
 - KVzap (2601.07891) imitates KVzip, as Fast KVzip does, and keeps what lies above a threshold.
 """
