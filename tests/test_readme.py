@@ -35,7 +35,7 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     (" compress", ""),
     (" ask", ""),
     (" claims", "--claims P6 --documents 2"),
-    (" --questions", "--keep 50 --model {small} --figure {folder}/compare.svg"),
+    (" --questions", "--keep 50 --model nanollm/tiny --figure {folder}/compare.svg"),
     ("--methods full", f"--keep 20 10 {ROWS}"),
     ("-m nanollm", ROWS),
 ]

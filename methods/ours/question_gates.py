@@ -236,14 +236,19 @@ def taught(
 ) -> dict:
     """Return gates (L, n + 1, H), which begin with `gates`, and edges (2, L, H), learned.
 
-    asked: as in `learn_from`. A step takes one context and one of `shares`. Adam's rates fall from
-    `rate` and `edges_rate` to 0.
+    asked: as in `learn_from`; ValueError if the full cache answers none. A step takes one context
+    and one of `shares`. Adam's rates fall from `rate` and `edges_rate` to 0.
     """
     lessons = []
     for x in tqdm(asked, "lessons", leave=False, disable=None):
         lesson = learn_from(model, x)
         if lesson:
             lessons.append(lesson)
+    if not lessons:
+        raise ValueError(
+            "the full cache answers none of the questions that would teach the gates; take "
+            "kvzip_fast, whose gates need none"
+        )
     device = model.embed.weight.device
     x = torch.cat([lesson.inputs for lesson in lessons[::4]], 1)
     learner = EdgedLearner(gates, edges, x.to(device, torch.float))

@@ -172,7 +172,10 @@ def test_questions_of_one_context_are_read_as_alone_and_hard_ones_do_not_teach(
     assert torch.equal(easy.tokens, tokens[i : i + 1])
     assert torch.equal(easy.right, right[i : i + 1])
     monkeypatch.setattr(question_gates, "HARD", 0)
-    assert learn_from(model, Asked(context, tokens, right)) is None
+    hard = Asked(context, tokens, right)
+    assert learn_from(model, hard) is None
+    with pytest.raises(ValueError, match="answers none of the questions"):
+        taught(model, [hard], torch.zeros(2, 1, 2))
 
 
 def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
