@@ -73,7 +73,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# KVzip and gates stand on the right for all three, SnapKV and H2O on the left. On one other the decoders disagree. Two bits a number keep nearly everything on the small decoders, and about a quarter on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
+# KVzip and gates stand on the right for all three, SnapKV and H2O on the left. On one other the decoders disagree. Two bits a number keep nine tenths on the small decoders, and a fifth on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
 #
 # ## Few heads retrieve
 #

@@ -125,7 +125,7 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 #
 # - **Long grey lines** are lost bets. SnapKV, ChunkKV and `chunk_kv_semantic` find half of the needles or more aware, and none agnostic. CriticalKV's norms on top (`critical`) lose most answers even aware, though the outputs change less (notebook 01).
 # - **Ring and dot together, on the left**: the past does not know which fact will be asked for, and the newest, the oldest and the strangest entries do not either. H2O finds two thirds of the labels that the full cache finds, because many examples say the same.
-# - **Ring and dot together, on the right**: KVzip, its variants and three or four bits a number answer either way. Fast KVzip reads once, with gates that it has learned. `question_gates` has learned from questions, and answers more than the full cache.
+# - **Ring and dot together, on the right**: KVzip, its variants and three or four bits a number answer either way. Fast KVzip reads once, with gates that it has learned. `question_gates` has learned from questions.
 # - **In between**: two bits find an eighth of the later needles. On the small decoders they find nearly all (notebook 08).
 # - KVReviver as printed stands apart in the last column. Its repaired variants (`mean`, `shrunk`) have a larger KL than H2O, and no more answers.
 #
@@ -154,7 +154,7 @@ axes[0].set(ylabel="answers kept, agnostic")
 axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses a third on SmolLM2. `question_gates` loses least with few entries on SmolLM2 and *learned*; on *built* it follows KVzip. Its gates have learned from questions of these kinds, about other facts.
+# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses a sixth. `question_gates` loses least with few entries. Its gates have learned from questions of these kinds, about other facts, and of other kinds.
 #
 # Bytes are not the only price. With KVzip's reread, reading takes about three times as long on *built* (notebook 10). Fast KVzip and `question_gates` avoid it, but must learn first, once for a decoder. Few bits must become numbers again at each step. RESULTS.md, `speed`, has the times of eight other methods.
 #
@@ -163,7 +163,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # | you know | try first | because | it costs |
 # |---|---|---|---|
 # | the question is in the prompt, and no other comes | `kvzip_recent`; `chunk_kv_semantic` reads once | the first keeps what any question needs, the second what this one looks at | reading twice; most later answers with `chunk_kv_semantic` |
-# | other questions come; 40 % of the memory is there | `full@4` | nothing is chosen, so nothing is chosen wrongly | slower steps |
+# | other questions come; half of the memory is there | `full@4` | nothing is chosen, so nothing is chosen wrongly | slower steps |
 # | other questions come, and you know their kind | `question_gates@4` | it has learned what such questions need | learning; slower steps; other kinds of question |
 # | other questions come, of any kind | `kvzip@4` | it keeps what the text can be rebuilt from | reading twice; slower steps |
 # | many prompts, each read once | `kvzip_fast` | it has learned what a reread would say | a calibration |
