@@ -11,6 +11,7 @@ The table explains its columns. Other commands, each with its own --help:
     python -m nanollm compress         read a text once, and keep its compressed cache in a file
     python -m nanollm ask              answer questions from that file, without the text
     python -m nanollm explore          write docs/index.html, a page in which a decoder runs
+    python -m nanollm teach            teach gates the kind of your questions
     python -m nanollm claims           test the papers' claims on the decoders that ship, or yours
 """
 

@@ -2,8 +2,8 @@
 
 The recipe, one for every decoder: questions made by rule (made_questions.py), the tasks of
 tasks.py, plain text, whose continuation is the answer, and natural questions on passages of our
-own. None of them is in a test. Behind a third of the contexts the first question is known: it is
-part of what the gates thin.
+own. None of them is in a test. Behind some contexts the first question is known: it is part of what
+the gates thin.
 """
 
 from pathlib import Path

@@ -161,10 +161,10 @@ class Maker:
 
     def different(self, make, n: int) -> list[str]:
         """Return n different strings that make() returns."""
-        found = set()
+        found = {}  # in the order of the draws, which is the same in every process
         while len(found) < n:
-            found.add(make())
-        return sorted(found, key=lambda _: self.rng.random())
+            found[make()] = None
+        return [*found]
 
     def number(self) -> str:
         digits = self.below(2, 8)

@@ -15,7 +15,7 @@ SETTINGS = {
 TERMS = """\
 keep       keep ratio: the budget of each head, as a percentage of the prompt's tokens
 KiB        size of one text's compressed cache, with 16-bit numbers
-of a task  mean score, ± one standard error; the questions of a context count as one, their mean
+a task     mean score, ± one standard error; the questions of a context count as one, their mean
 mean       over the tasks of which the full cache answers half or more
 - full     difference to the full cache, paired by context
 -log p     of the right answer, in nats a token, over all tasks"""
@@ -214,7 +214,7 @@ def texts(mean: pd.Series, error: pd.Series, form: str = ".2f") -> list[str]:
     cells = []
     for m, e in zip(mean, error):
         text = f"{m:{form}}"
-        if e == e:  # else one question has no error
+        if e == e:  # NaN if there is one context
             text = f"{text} ±{e:{form}}"
         cells.append(text if m == m else "")
     return cells

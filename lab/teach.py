@@ -1,7 +1,7 @@
 """python -m nanollm teach: teach a decoder's gates the kind of questions in a file.
 
-Half of the file's contexts teach, mixed with as many of the recipe (lessons.py), so that the gates
-do not forget. The other half judges, and so do held-out contexts of the recipe's kinds, and plain
+Half of the file's contexts teach, mixed with contexts of the recipe (lessons.py), so that the gates
+do not forget. The other half judges, and so do questions made by rule from other text, and plain
 text.
 """
 
@@ -12,7 +12,7 @@ from lab import command_line
 
 KEEP = 0.125, 0.0625
 LEAST = 24  # contexts of the recipe
-JUDGES = 16  # held-out contexts of the recipe's kinds; plain texts
+JUDGES = 16  # contexts made by rule; plain texts
 
 
 def main(argv: list[str]):
@@ -42,13 +42,10 @@ def main(argv: list[str]):
     asked = []
     for i, some in enumerate(groups[::2]):
         asked.append(of_questions(encoder, some, known=i % 3 == 2))
-    known = lessons(encoding, model.config, training_tasks(encoding))
-    step = max(len(known) // max(len(asked), LEAST), 1)
-    mixed = asked + known[::step]
-    print(
-        f"{len(asked)} contexts of {args.questions} teach, and {len(known[::step])} others"
-    )
-    after = taught(model, mixed, **before, steps=args.steps, seed=args.seed)
+    recipe = lessons(encoding, model.config, training_tasks(encoding))
+    others = recipe[:: max(len(recipe) // max(len(asked), LEAST), 1)]
+    print(f"{len(asked)} contexts of {args.questions} teach, and {len(others)} others")
+    after = taught(model, asked + others, **before, steps=args.steps, seed=args.seed)
     args.calibration.mkdir(parents=True, exist_ok=True)
     save_learned(after, file, model)
     print(f"The gates are in {args.calibration}: use --calibration {args.calibration}")
@@ -56,22 +53,12 @@ def main(argv: list[str]):
     options = dict(before=before, taught=after)
     maker = Maker(encoding, "test", args.seed)
     made = [maker.context(400) for _ in range(JUDGES)]
-    judged(
-        model,
-        encoder,
-        variant.kind,
-        options,
-        f"held out of {args.questions}",
-        groups[1::2],
-    )
-    judged(
-        model,
-        encoder,
-        variant.kind,
-        options,
-        "held out of the kinds that it knew",
-        made,
-    )
+    judges = {
+        f"held out of {args.questions}": groups[1::2],
+        "made by rule from other text": made,
+    }
+    for title, some in judges.items():
+        judged(model, encoder, variant.kind, options, title, some)
     plain(model, encoding, variant.kind, options)
 
 

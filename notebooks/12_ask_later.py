@@ -159,7 +159,7 @@ scores = question_table.wide(ruler[ruler.setting == "agnostic"], "score")
 print(question_table.shown(question_table.percentages(scores)))
 
 # %% [markdown]
-# With an eighth of the entries, KVzip, its imitation Fast KVzip and the gates keep about the same. With less they part: KVzip keeps what repeats the whole text, and the gates keep what answers. A thirty-second of the entries is 27 tokens a head, and keeps 93 % of the score; stored in four bits (`question_gates@4`), it is 1 % of the full cache's bytes. What the gates lose is one key among four that look alike (RESULTS.md, `ruler`, multikey), and they lose it with a quarter already. SnapKV, AdaKV and ChunkKV score the entries by the text's last queries, which do not know what will be asked. Compactor takes keys unlike the others, and needs a quarter of them.
+# With an eighth of the entries, KVzip, its imitation Fast KVzip and the gates keep about the same. With less they part: KVzip keeps what repeats the whole text, and the gates keep what answers. A thirty-second of the entries is 27 tokens a head, and keeps 93 % of the score; stored in four bits (`question_gates@4`), it is 1 % of the full cache's bytes. What the gates lose is one key among four that look alike (RESULTS.md, `ruler`, multikey), and they lose it with a quarter already. SnapKV, AdaKV and ChunkKV score the entries by the text's last queries, which do not know what will be asked. Compactor takes keys unlike the others; a quarter of them keeps a third of the score.
 #
 # ## Why two bits break
 #
@@ -281,7 +281,7 @@ for name, (short, few, long, some) in ms.items():
 #     python -m nanollm compress --model smollm2 --method question_gates@4 --keep 25 --file BOOK --out book.cache
 #     python -m nanollm ask book.cache "How many steps lead to the lamp?"
 #
-# These commands do what the next cell does. `@4` stores the entries that stay in four bits, and works with any method (`snap_kv@4`).
+# These commands do what the next cell does. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`).
 
 # %%
 QUESTIONS = ("How many steps lead to the lamp?", "Who is the oldest member of the choir?",

@@ -60,7 +60,9 @@ from nanollm.model import rope, rotate
 
 FIRST = 4  # entries with a weight of their own, a
 NEWEST = 8  # and c
-HARD = 2.0  # nats a token; a question of which the full cache says more does not teach
+HARD = (
+    2.0  # nats a token; if the full cache's −log p is above, a question does not teach
+)
 
 
 @dataclass
@@ -159,8 +161,8 @@ def chosen(
 ) -> Tensor:
     """Return keep (B, L, H, T) from scores s (B, L, H, T); the derivative is the one above.
 
-    The first `sinks` and the newest `recent` entries of each head always stay, and one more on
-    average.
+    The first `sinks` and the newest `recent` entries of each head always stay, and at least
+    one more on average.
     """
     T = s.shape[-1]
     i = torch.arange(T, device=s.device)
@@ -250,6 +252,7 @@ def taught(
             "kvzip_fast, whose gates need none"
         )
     device = model.embed.weight.device
+    # examples enough for mean and spread
     x = torch.cat([lesson.inputs for lesson in lessons[::4]], 1)
     learner = EdgedLearner(gates, edges, x.to(device, torch.float))
     slow = dict(params=[learner.W, learner.b])
