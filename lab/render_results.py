@@ -22,7 +22,6 @@ from lab.claims import claims_renderer
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "lab" / "stored"
 TARGET = ROOT / "RESULTS.md"
-COMPARISON = re.compile(r"python -m nanollm(?! claims| --questions)")
 # by the beginning of any other command: what lays out its rows
 RENDERERS = {
     "python -m nanollm claims": claims_renderer,

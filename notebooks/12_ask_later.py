@@ -28,6 +28,8 @@ from lab.replay import Recorder, record
 from lab.retrieval import maker
 from lab.speed import weight_bytes
 from lab.tasks import Tasks
+
+# %%
 from methods.baselines.kvzip_fast import fit, lessons
 from methods.baselines.rounded import rounded
 from methods.ours.question_gates import QuestionGates, taught

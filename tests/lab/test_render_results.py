@@ -92,12 +92,6 @@ print(json.dump(dict(settings={{}}, records={records}), open(sys.argv[-1], "w"))
     assert {"full", "h2o", "kvpress"} <= {*lines}
 
 
-def test_a_comparison_is_known_by_its_command_and_its_rows():
-    for name, (_, command, _) in render_results.SECTIONS.items():
-        by_command = bool(render_results.COMPARISON.match(command))
-        assert by_command == ("keep_ratio" in render_results.rows(name)[0])
-
-
 @pytest.mark.parametrize("name", ["all", "learned"])
 def test_stored_rows_have_every_method_at_its_budgets(name):
     ratios = {}
