@@ -61,7 +61,9 @@ class KVzip(kvpress.KVzipPress):
         return torch.tensor([self.encoding.encode_ordinary(text)])
 
 
-def caches(hf, encoder: Encoder, context: Tensor) -> Iterator[tuple[dict, DynamicCache]]:
+def caches(
+    hf, encoder: Encoder, context: Tensor
+) -> Iterator[tuple[dict, DynamicCache]]:
     """Yield method, keep ratio and the compressed cache of tokens (1, T), one by one."""
     keeper = KeepsArguments()
     whole = DynamicCache()
