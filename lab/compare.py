@@ -192,7 +192,7 @@ def question_options(parser):
     option(
         "--against",
         metavar="NAME",
-        help="with --questions: also print differences to this method, paired by question",
+        help="with --questions: also print differences to this method, paired by context",
     )
     option(
         "--csv",
