@@ -55,6 +55,14 @@ def test_the_seed_and_the_split_decide():
     assert not {*Maker(ENCODING, "train", 0).words} & {*corpus.words("test")}
 
 
+def test_draws_keep_their_order_in_every_process():
+    """A set of strings has another order in each process."""
+    drawn = iter("hdbhagdfce")
+    assert Maker(ENCODING, "train", 0).different(lambda: next(drawn), 8) == [
+        *"hdbagfce"
+    ]
+
+
 def test_questions_become_rows_whose_answers_are_marked(made):
     encoder = Encoder(ENCODING, CONFIG)
     for questions in made[:8]:
