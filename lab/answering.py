@@ -28,9 +28,11 @@ from nanollm.cache import (
     make_cache,
     rereading,
 )
+from nanollm.generate import prefill_evicting
 
 PIECE = 512  # tokens of a prompt that are read at once
 ROWS = 64  # caches in a batch
+EARLY = "_early"  # ends the name of a method that evicts while it reads, too
 
 
 class Job(NamedTuple):
@@ -96,8 +98,13 @@ def compressed(
     found = []
     for job in jobs:
         try:
-            caches = read(model, prompt, recordings, job.make)
-            share_scores(model, prompt, caches, scores, job.method.partition("@")[0])
+            if job.method.endswith(EARLY):
+                caches = job.make(T)
+                prefill_evicting(model, prompt, caches)
+            else:
+                caches = read(model, prompt, recordings, job.make)
+                name = job.method.partition("@")[0]
+                share_scores(model, prompt, caches, scores, name)
             compress(model, prompt, caches)
         except Exception as error:
             place = dict(method=job.method, keep_ratio=job.keep_ratio)

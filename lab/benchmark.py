@@ -5,7 +5,6 @@ A recording holds the queries, keys and values that the decoder gives to each la
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-import math
 
 import numpy as np
 import torch
@@ -180,7 +179,6 @@ def run(benchmarks: list[Benchmark], model, make: Make) -> dict:
     for key in "slots", "slots_end":
         row[key] = max(text[key] for text in texts)
     row["prompt"] = texts[0]["prompt"]
-    row["perplexity"] = math.exp(nll.mean().item())
     row["kl"] = kl.mean().item()
     row["each"] = each
     return row

@@ -45,7 +45,7 @@ def main(argv: list[str]):
     jobs = comparison.jobs()
     print(
         f"Methods that compress the KV cache, compared on {args.model}.\n\n"
-        f"{table.terms(args.short)}",
+        f"{table.terms()}",
         flush=True,
     )
 
@@ -63,8 +63,7 @@ def main(argv: list[str]):
         is_first = job.tokens not in {row["tokens"] for row in rows}
         rows.append(row)
         if is_first:
-            names = table.header(row, args.short)
-            bar.write(f"\n{comparison.sizes(job.tokens)}\n{names}")
+            bar.write(f"\n{table.header(row)}")
         bar.write(comparison.shown(row))
         file[job] = row
         if args.json:
@@ -160,9 +159,9 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         command_line.check_keep(percent)
     if args.questions:
         return checked_questions(args)
-    if args.csv or args.scheduler or args.against or args.settings:
+    if any((args.csv, args.scheduler, args.against, args.settings, args.evict_early)):
         raise ValueError(
-            "--csv, --scheduler, --against and --settings need --questions FILE"
+            "--csv, --scheduler, --against, --settings and --evict-early need --questions FILE"
         )
     args.short = not (args.all or args.methods or args.keep)
     args.keep = [*dict.fromkeys(args.keep or ([25] if args.short else ALL_RATIOS))]
@@ -205,6 +204,12 @@ def question_options(parser):
         metavar="ADDRESS",
         help="with --questions: Dask scheduler whose workers share the contexts (pip install "
         "distributed); all must see this repository and the files",
+    )
+    option(
+        "--evict-early",
+        action="store_true",
+        help="with --questions: measure each method also while it evicts after every 512 tokens "
+        "of the text; its rows end with _early",
     )
 
 

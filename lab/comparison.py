@@ -17,7 +17,6 @@ from lab.benchmark import (
     run,
 )
 from lab.contenders import Contenders
-from lab.kept import full_cache_bytes
 from lab.methods_by_name import one_line
 from lab.processes import spread
 from lab.tasks import Tasks
@@ -117,18 +116,9 @@ class Comparison:
 
     def shown(self, row: dict) -> str:
         """Return a row as a line of the table, and a line if it holds more than its budget."""
-        line = table.show(row, self.args.short)
+        line = table.show(row)
         too_much = excess(row)
         return f"{line}\n  ! {too_much}" if too_much else line
-
-    def sizes(self, T: int) -> str:
-        """Return a line on the bytes of a full cache of T tokens and of the weights."""
-        full = full_cache_bytes(self.model, T) / 2**20
-        weights = sum(2 * p.numel() for p in self.model.parameters()) / 2**20
-        return (
-            f"In 16 bits: full cache of {T} tokens {full:.1f} MiB a text, "
-            f"weights {weights:.1f} MiB"
-        )
 
 
 def settings(args: Namespace, model, text: str | None) -> dict:

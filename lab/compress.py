@@ -27,6 +27,7 @@ def main(argv: list[str]):
     from lab.methods_by_name import pick
     from lab.retrieval import budget_for
     from nanollm.cache import compress
+    from nanollm.generate import prefill_evicting
     from lab.saved import to_bytes
 
     variant = pick([args.method])[args.method]
@@ -53,7 +54,10 @@ def main(argv: list[str]):
 
     tokens = torch.tensor([ids], device=model.embed.weight.device)
     began = time.perf_counter()
-    read(model, tokens, caches)
+    if args.evict_early:
+        prefill_evicting(model, tokens, caches)
+    else:
+        read(model, tokens, caches)
     compress(model, tokens, caches)
     seconds = time.perf_counter() - began
 
@@ -98,6 +102,12 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         metavar="PERCENT",
         help="keep ratio: the budget of each head as a percentage of the text's tokens; "
         "default 12.5; a method without a budget keeps every token",
+    )
+    option(
+        "--evict-early",
+        action="store_true",
+        help="evict after every 512 tokens of the text, so that a head never holds more entries "
+        "than its budget and 512",
     )
     command_line.model_options(parser)
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Measure how a compressed cache continues a text: perplexity, KL, outputs and bytes.
+"""Measure how a compressed cache continues a text: −log p, KL, outputs and bytes.
 
 The full cache's predictions and attention outputs, the `Reference`, are computed once for all
 methods.
@@ -7,7 +7,6 @@ methods.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-import math
 
 import torch
 from torch import Tensor
@@ -102,7 +101,6 @@ def continuation(
 
     kl         KL(full ‖ compressed) of the next token in nats, mean over the continuation, (B,)
     nll        −log p of the true token, mean over the continuation, (B,)
-    perplexity over all texts
     l1         ‖o − ô‖₁ with o = y W_O (Definition 1 of CriticalKV), mean over the continuation,
                (B, L, H·G); the changes of lower layers are included
     l1_alone   if `alone`: `perturbation`
@@ -141,7 +139,6 @@ def continuation(
     kl = F.kl_div(log_p, full.log_p, log_target=True, reduction="none").sum(-1).mean(-1)
     live, allocated = cache_bytes(caches)
     return row | dict(
-        perplexity=math.exp(nll.mean().item()),
         nll=nll,
         kl=kl,
         l1=changes(full, caches, outputs),

@@ -6,26 +6,33 @@ own. None of them is in a test. Behind some contexts the first question is known
 the gates thin.
 """
 
+import argparse
+from itertools import chain
 from pathlib import Path
+import sys
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lab import command_line
 from lab.made_questions import Maker
+from lab.methods_by_name import pick
 from lab.question_file import Encoder, Question, contexts, read
 from lab.tasks import Batch, Tasks
 
 NATURAL = Path(__file__).parent / "natural_teach.jsonl"
 T = 512  # tokens of a context
-# task: how many contexts, and the options of Tasks
-TASKS = {
-    "needle": (9, dict(questions=4)),
-    "pairs": (9, dict(questions=4)),
-    "few_shot": (9, {}),
-    "copy": (6, {}),
-}
+# of each: the task, how many contexts, and the options of Tasks
+TASKS = dict(
+    needle=("needle", 9, dict(questions=4)),
+    words=("needle", 18, dict(questions=4, numbers=0)),
+    pairs=("pairs", 9, dict(questions=4)),
+    pairs_of_words=("pairs", 9, dict(questions=4, numbers=0)),
+    labels=("few_shot", 9, {}),
+    copy=("copy", 6, {}),
+)
 PLAIN = 9  # texts
 CONTINUED = 64  # tokens of their ends, which are the answers
 MADE = 48  # contexts
@@ -39,24 +46,25 @@ class Asked(NamedTuple):
     right: Tensor  # (R, T') of bool, the answers' tokens
 
 
-def lessons(encoding, config, tasks: Tasks, seed: int = 0) -> list[Asked]:
-    """Return the contexts of the recipe that a decoder can read."""
-    encoder = Encoder(encoding, config)
-    maker = Maker(encoding, "train", seed)
+def lessons(tasks: Tasks, config, without: str = "", seed: int = 0) -> list[Asked]:
+    """Return the contexts of the recipe that a decoder can read, `without` one of its parts."""
+    encoder = Encoder(tasks.encoding, config)
+    maker = Maker(tasks.encoding, "train", seed)
     length = min(T, config.max_len)
     groups = contexts(read(NATURAL))
-    found = [of_questions(encoder, some) for some in groups]
-    found += [of_questions(encoder, some, known=True) for some in groups[::6]]
+    natural = [of_questions(encoder, some) for some in groups]
+    natural += [of_questions(encoder, some, known=True) for some in groups[::6]]
+    parts = dict(natural=natural, made=[])
     for i in range(MADE):
         some = maker.context(length * (2 + i % 3) // 4)
-        found.append(of_questions(encoder, some, known=i % 3 == 2))
-    for task, (n, options) in TASKS.items():
+        parts["made"].append(of_questions(encoder, some, known=i % 3 == 2))
+    for name, (task, n, options) in TASKS.items():
         batch = tasks.batch(task, seed, n, length, **options)
-        found += [of_task(batch, i, known=i % 3 == 2) for i in range(n)]
+        parts[name] = [of_task(batch, i, known=i % 3 == 2) for i in range(n)]
     plain = torch.from_numpy(tasks.batch("plain", seed, PLAIN, length).tokens)
-    for text in plain.split(1):
-        found.append(continued(text))
-    return [x for x in found if length_of(x) <= config.max_len]
+    parts["plain"] = [continued(text) for text in plain.split(1)]
+    parts.pop(without, None)
+    return [x for x in chain(*parts.values()) if length_of(x) <= config.max_len]
 
 
 def length_of(asked: Asked) -> int:
@@ -104,3 +112,21 @@ def continued(text: Tensor) -> Asked:
     right = torch.ones_like(tokens, dtype=torch.bool)
     right[:, 0] = False
     return Asked(text[:, :n], tokens, right)
+
+
+def main(argv: list[str]):
+    """Train question_gates without a part of the recipe."""
+    parser = argparse.ArgumentParser(prog="python -m lab.lessons")
+    parser.add_argument("--without", choices=["natural", "made", *TASKS, "plain"])
+    command_line.model_options(parser)
+    args = parser.parse_args(argv)
+    from lab.loading import calibrated, loaded, training_tasks
+
+    model, encoding = loaded(args)
+    training_tasks(encoding).without = args.without
+    variant = pick(["question_gates"])["question_gates"]
+    calibrated(variant, model, encoding, args.calibration)
+
+
+if __name__ == "__main__":
+    command_line.command(main, sys.argv[1:])

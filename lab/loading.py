@@ -1,6 +1,6 @@
 """Load what a command runs: a decoder, its tokenizer, and what methods learn of it."""
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
 import os
 from pathlib import Path
 import sys
@@ -158,27 +158,19 @@ def save_learned(options: dict, file: Path, model):
     save_file(options, file, {"decoder": fingerprint(model)})
 
 
-class TrainingTasks:
-    """The tasks of the training text. Their text is encoded, in seconds, when it is needed."""
+class TrainingTasks(Tasks):
+    """The tasks of the training text. without: a part of the recipe that does not teach."""
 
-    def __init__(self, encoding):
-        self.encoding = encoding
-
-    @cached_property
-    def made(self) -> Tasks:
-        return Tasks(self.encoding, "train")
+    without = ""
 
     def asked(self, config) -> list:
         """Return the contexts with questions from which gates learn, as `lessons.Asked`."""
         from lab.lessons import lessons  # which imports this file
 
-        return lessons(self.encoding, config, self.made)
-
-    def __getattr__(self, name: str):
-        return getattr(self.made, name)
+        return lessons(self, config, self.without)
 
 
 @lru_cache(1)
 def training_tasks(encoding) -> TrainingTasks:
     """Return the tasks from which methods learn; the same for all methods of a command."""
-    return TrainingTasks(encoding)
+    return TrainingTasks(encoding, "train")

@@ -1,57 +1,89 @@
 """Questions made by rule, from which gates learn: facts of many kinds in real text.
 
+    python -m lab.made_questions --model smollm2 --kinds seen unseen --out made.jsonl
+
+writes others, which judge gates: of held-out text and words, in wordings that teach (seen), in
+others (unseen), or in words that a small decoder can go on with (copied).
+
 A context is text of a split (corpus.py) with facts in it. Facts are sentences here and there, or
 lines of a list, of a table or of JSON. A value is a number, a word, two words, a name or a date; a
 key has one value or several. A question asks for the values of one key, straight or in other words,
 or for those of several keys at once.
 """
 
+import argparse
 import json
+from pathlib import Path
+import sys
 
 import numpy as np
 
-from lab import corpus
+from lab import command_line, corpus
 from lab.question_file import Question
 
 # what is told; how it is asked, straight and in other words; how the reply begins
-FORMS = (
-    (
-        "The code of {key} is {value}.",
-        "What is the code of {key}?",
-        "What has to be typed in for {key}?",
-        "The code of {key} is",
-    ),
-    (
-        "{key} keeps {value} in the drawer.",
-        "What does {key} keep in the drawer?",
-        "What would one find in the drawer of {key}?",
-        "In the drawer {key} keeps",
-    ),
-    (
-        "For {key}, write down {value}.",
-        "What was to be written down for {key}?",
-        "Which note belongs to {key}?",
-        "For {key} it was",
-    ),
-    (
-        "The answer that {key} gave was {value}.",
-        "Which answer did {key} give?",
-        "How did {key} reply?",
-        "The answer was",
-    ),
-    (
-        "{value} was chosen by {key}.",
-        "What did {key} choose?",
-        "What was the decision of {key}?",
-        "{key} chose",
-    ),
-    (
-        "On the label of {key} stands {value}.",
-        "What stands on the label of {key}?",
-        "How is {key} marked?",
-        "On the label stands",
-    ),
-)
+FORMS = """
+The code of {key} is {value}.
+What is the code of {key}?
+What has to be typed in for {key}?
+The code of {key} is
+
+{key} keeps {value} in the drawer.
+What does {key} keep in the drawer?
+What would one find in the drawer of {key}?
+In the drawer {key} keeps
+
+For {key}, write down {value}.
+What was to be written down for {key}?
+Which note belongs to {key}?
+For {key} it was
+
+The answer that {key} gave was {value}.
+Which answer did {key} give?
+How did {key} reply?
+The answer was
+
+{value} was chosen by {key}.
+What did {key} choose?
+What was the decision of {key}?
+{key} chose
+
+On the label of {key} stands {value}.
+What stands on the label of {key}?
+How is {key} marked?
+On the label stands
+"""
+# no gates learn from these
+UNSEEN = """
+At the counter {key} asked for {value}.
+What did {key} ask for at the counter?
+What did {key} want there?
+At the counter {key} asked for
+
+The parcel for {key} contains {value}.
+What does the parcel for {key} contain?
+What will {key} unpack?
+The parcel contains
+
+{value} is the password of {key}.
+What is the password of {key}?
+How does {key} log in?
+The password is
+
+Beside {key} somebody had painted {value}.
+What had somebody painted beside {key}?
+Which picture was next to {key}?
+Somebody had painted
+"""
+COPIED = """
+The code of {key} is {value}.
+Q:
+Q:
+The code of {key} is
+"""
+KINDS = {}
+for kind, text in dict(seen=FORMS, unseen=UNSEEN, copied=COPIED).items():
+    KINDS[kind] = [form.splitlines() for form in text.strip().split("\n\n")]
 FIRST_NAMES = (
     "Ada Bruno Clara Daniel Elena Felix Greta Hugo Irene Jonas Karin Leon Maria Nora Oscar Paula"
 ).split()
@@ -81,7 +113,7 @@ class Maker:
         facts = {}
         for key in keys:
             facts[key] = [values.pop() for _ in range(n)]
-        form = self.one_of(FORMS)
+        form = self.one_of(KINDS["seen"])
         context = self.placed(self.told(facts, form[0]), tokens)
 
         chosen = [[key] for key in keys[:questions]]
@@ -89,6 +121,18 @@ class Maker:
             chosen[-1] = keys[-self.below(2, 4) :]
         task = value.__name__
         return [self.asked(context, some, facts, form, task) for some in chosen]
+
+    def simple(self, tokens: int, form: tuple, value, task: str) -> list[Question]:
+        """Return four questions on four facts of one form, by turns straight and in other words."""
+        told, *questions, lead = form
+        facts = [*zip(self.different(self.word, 4), self.different(value, 4))]
+        pieces = [told.format(key=key, value=x) for key, x in facts]
+        context = self.placed(pieces, tokens)
+        found = []
+        for i, (key, x) in enumerate(facts):
+            question = questions[i % 2].format(key=key)
+            found.append(Question(context, question, [x], lead.format(key=key), task))
+        return found
 
     def asked(
         self, context: str, keys: list[str], facts: dict, form: tuple, task: str
@@ -181,3 +225,36 @@ class Maker:
 
     def date(self) -> str:
         return f"{self.below(1, 29)} {self.one_of(MONTHS)}"
+
+
+def main(argv: list[str]):
+    """Write questions that judge."""
+    parser = argparse.ArgumentParser(prog="python -m lab.made_questions")
+    option = parser.add_argument
+    option("--model", type=Path, default=command_line.TINY, help="counts the tokens")
+    option("--kinds", nargs="+", choices=KINDS, default=["copied"])
+    option("--documents", type=int, default=22, help="of each kind and value")
+    option("--out", type=Path, required=True, metavar="FILE")
+    args = parser.parse_args(argv)
+    marks = [f'"task": "{kind} '.encode() for kind in KINDS]
+    before = command_line.check_output(
+        args.out, "questions", lambda data: any(mark in data for mark in marks)
+    )
+    from lab.loading import load  # loads torch
+
+    maker = Maker(load(args.model)[1], "test", 0)
+    text = ""
+    for kind in args.kinds:
+        for value in maker.number, maker.word, maker.name:
+            for i in range(args.documents):
+                form = KINDS[kind][i % len(KINDS[kind])]
+                task = f"{kind} {value.__name__}"
+                for question in maker.simple(400, form, value, task):
+                    fields = vars(question) | dict(max_new_tokens=16)
+                    del fields["line"]
+                    text += json.dumps(fields) + "\n"
+    command_line.replace(args.out, text.encode(), before)
+
+
+if __name__ == "__main__":
+    command_line.command(main, sys.argv[1:])

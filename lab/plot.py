@@ -4,15 +4,12 @@ A method has the same colour, marker and dash in all of them. Methods also diffe
 """
 
 from io import BytesIO
-from itertools import pairwise
-import json
 from pathlib import Path
 import re
 from textwrap import fill
 from zlib import crc32
 
 import matplotlib.pyplot as plt
-from matplotlib.colors import PowerNorm
 from matplotlib.ticker import LogLocator, NullLocator
 import numpy as np
 
@@ -22,7 +19,6 @@ from lab.kept import held
 # metadata of our files; only such files are replaced
 TITLE = "Figure of python -m nanollm"
 MOST = 10  # methods in a figure; more cannot be told apart
-STORED = Path(__file__).parent / "stored"
 
 # A family's colour and marker. Families of similar grey have different markers.
 FAMILIES = {
@@ -39,13 +35,13 @@ FAMILIES = {
     "ada_kv": ("#56b4e9", "s"),
     "pyramid_kv": ("#1a3a6e", "^"),
     "random": ("#bbbbbb", ">"),
+    "key_diff": ("#55601c", "2"),
+    "compactor": ("#f0027f", "4"),
 }
 OTHERS = (
     ("#a05a2c", "8"),
     ("#e31a1c", "H"),
     ("#3f7f93", "1"),
-    ("#55601c", "2"),
-    ("#f0027f", "4"),
 )
 
 # A variant has its family's colour and marker. The rest of its name selects the dash, "--" by
@@ -127,8 +123,7 @@ def questions(rows: list[dict], title: str, file: Path):
 def panels(rows: list[dict], labels: dict[str, str], title: str, file: Path):
     """Draw row[key] over bytes, a panel for each key of `labels`.
 
-    First come all methods that do not ship, then others up to MOST in all. The figure names the
-    rest.
+    The figure names the methods beyond MOST.
     """
     shown, left_out = drawn([row["method"] for row in rows])
     size = (17, 5.5) if len(labels) > 1 else (8.5, 5.5)
@@ -142,6 +137,8 @@ def panels(rows: list[dict], labels: dict[str, str], title: str, file: Path):
             points[name] = [row for row in mine if row["method"] == name]
         full = next(iter(points.pop("full")), None)
         over_bytes(axis, points, full, key, label)
+    lines = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside right center", frameon=False)
     figure.suptitle(f"{title}; bars: ± 1 standard error of accuracies")
     if left_out:
         words = fill("Not drawn: " + ", ".join(left_out), 14 * round(size[0]))
@@ -152,30 +149,22 @@ def panels(rows: list[dict], labels: dict[str, str], title: str, file: Path):
 def drawn(names: list[str]) -> tuple[list[str], list[str]]:
     """Return the names to draw, without the full cache, and those left out.
 
-    Names that do not ship come first, then families in the order of FAMILIES, then variants.
+    Families that are not in FAMILIES come first, such as your own, then the others in its order,
+    then variants.
     """
-    stored = json.loads((STORED / "all.json").read_text())
-    ships = {row["method"] for row in stored["rows"]}
-
-    def is_own(name: str) -> bool:
-        return re.split("[+@]", name)[0] not in ships
 
     def rank(name: str):
+        family = family_of(name)
         variant = style(name)["linestyle"] != "-"
-        return (
-            not is_own(name),
-            variant,
-            [*FAMILIES, family_of(name)].index(family_of(name)),
-        )
+        return family in FAMILIES, variant, [*FAMILIES, family].index(family)
 
-    names = [name for name in dict.fromkeys(names) if name != "full"]
-    most = max(MOST, sum(map(is_own, names)))
-    ranked = sorted(names, key=rank)
-    return ranked[:most], ranked[most:]
+    names = {*names} - {"full"}
+    ranked = sorted(sorted(names), key=rank)
+    return ranked[:MOST], ranked[MOST:]
 
 
 def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
-    """Draw row[key] of each method over its cache's KiB, with its name beside the last point.
+    """Draw row[key] of each method over its cache's KiB.
 
     Later markers are smaller, so equal points stay visible. The full cache is a horizontal line.
     """
@@ -187,7 +176,6 @@ def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
         axis.set_ylim(-0.001, 2 * largest + 0.01)
     else:
         axis.set_ylim(-0.02, 1.05)
-    ends = {}
     for i, (name, mine) in enumerate(points.items()):
         x = [row["live_16"] / 1024 for row in mine]
         y = [row[key] for row in mine]
@@ -195,18 +183,15 @@ def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
         error = [error_of(row, key) for row in mine]
         look = style(name) | dict(markersize=size, linewidth=1.2, elinewidth=0.8)
         axis.errorbar(x, y, error, label=name, **look)
-        ends[name] = x[-1], y[-1], look["color"]
     if full:
         kib = full["live_16"] / 1024
         axis.axhline(full[key], color="black", linewidth=1)
-        axis.plot(kib, full[key], **style("full"))
-        ends["full cache"] = kib, full[key], "black"
+        axis.plot(kib, full[key], label="full cache", **style("full"))
     axis.set(xlabel="KiB of a text's cache, with 16-bit numbers", ylabel=label)
     axis.xaxis.set_major_locator(LogLocator(2, numticks=6))
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_locator(NullLocator())
     axis.grid(alpha=0.3)
-    beside(axis, ends)
 
 
 def error_of(row: dict, key: str) -> float:
@@ -215,30 +200,7 @@ def error_of(row: dict, key: str) -> float:
     return sum(x * x for x in errors) ** 0.5 / max(len(errors), 1)
 
 
-def beside(axis, ends: dict):
-    """Write names at the right edge, in the order of their last points (x, y, colour)."""
-    to_axis = axis.transData + axis.transAxes.inverted()
-    height = {name: to_axis.transform(end[:2])[1] for name, end in ends.items()}
-    names = sorted(ends, key=height.get)
-    gap = min(0.045, 1 / len(names))  # of the axis' height, between two names
-    for lower, name in pairwise(names):
-        height[name] = max(height[name], height[lower] + gap)
-    for i, name in enumerate(reversed(names)):
-        height[name] = min(height[name], 1 - i * gap)
-    for name, (x, y, color) in ends.items():
-        axis.annotate(
-            name,
-            (x, y),
-            xytext=(1.03, height[name]),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=8,
-            color=color,
-            arrowprops=dict(arrowstyle="-", color=color, alpha=0.3, linewidth=0.7),
-        )
-
-
-# ---- a text, heads, attention ----
+# ---- a text, heads ----
 
 
 def kept(caches: list, tokens: int) -> np.ndarray:
@@ -347,12 +309,3 @@ def heads(
         xticks=range(values.shape[1]),
         yticks=range(values.shape[0]),
     )
-
-
-def attention(axis, p, title: str):
-    """Draw one head's probabilities (T, S), a row per query.
-
-    Their square roots are drawn, so that small ones show.
-    """
-    axis.imshow(np.asarray(p), cmap="Greys", norm=PowerNorm(0.5, 0, 1))
-    axis.set(title=title, xlabel="key", ylabel="query")

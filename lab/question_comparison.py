@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from lab import command_line, question_table, table
-from lab.answering import Job, answered
+from lab.answering import EARLY, Job, answered
 from lab.contenders import Contenders
 from lab.processes import on_cluster, spread
 from lab.question_file import Encoder, Question, contexts, read
@@ -73,6 +73,8 @@ class QuestionComparison:
             for pair in self.contenders.each()
             if self.contenders.possible(*pair, shortest)
         ]
+        if self.args.evict_early:
+            pairs += [(f"{name}{EARLY}", ratio) for name, ratio in pairs if ratio]
         return [(setting, *pair) for setting in self.args.settings for pair in pairs]
 
     def result(self, item: tuple[int, list]) -> list[dict]:
@@ -80,7 +82,7 @@ class QuestionComparison:
         number, jobs = item
         some = {}
         for setting, name, ratio in jobs:
-            make = self.contenders.make(name, ratio)
+            make = self.contenders.make(name.removesuffix(EARLY), ratio)
             some.setdefault(setting, []).append(Job(name, ratio, make))
         return answered(
             self.contenders.model, self.encoder, self.contexts[number], some

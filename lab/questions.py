@@ -69,8 +69,7 @@ def ask(
 ) -> list[str]:
     """Return an answer to each question, of at most `new` tokens, by greedy decoding.
 
-    The text is read once. Questions with equally many tokens are answered at once. ValueError if
-    the chat template does not show what it is given.
+    The text is read once. ValueError if the chat template does not show what it is given.
     """
     if isinstance(questions, str):
         raise ValueError("questions are one text; give a list of them")
@@ -92,15 +91,13 @@ def ask(
 
     context = encoded(before, not tokenizer.chat_template)
     asked = [encoded(question + after, False) for question in questions]
-    answers = [""] * len(questions)
+    answers = []
     with compressed(model, context, method, keep, **options) as memory:
-        for n in sorted({ids.shape[1] for ids in asked}):
-            some = [i for i, ids in enumerate(asked) if ids.shape[1] == n]
-            ends = torch.cat([asked[i] for i in some])
-            prompts = torch.cat((context.expand(len(some), -1), ends), 1)
+        for end in asked:
+            prompt = torch.cat((context, end), 1)
             written = model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
+                prompt,
+                attention_mask=torch.ones_like(prompt),
                 past_key_values=deepcopy(memory),
                 max_new_tokens=new,
                 do_sample=False,
@@ -108,9 +105,6 @@ def ask(
                 repetition_penalty=1.0,
                 cache_implementation=None,
             )
-            decoded = tokenizer.batch_decode(
-                written[:, prompts.shape[1] :], skip_special_tokens=True
-            )
-            for i, answer in zip(some, decoded):
-                answers[i] = answer.strip()
+            own = written[0, prompt.shape[1] :]
+            answers.append(tokenizer.decode(own, skip_special_tokens=True).strip())
     return answers

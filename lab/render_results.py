@@ -133,8 +133,8 @@ def shown(command: str, found: list[dict]) -> str:
         return question_table.show(frame, short=True)
     if "keep_ratio" in found[0]:  # the comparison; the file has all keep ratios
         quarter = [row for row in found if row["keep_ratio"] in (None, 0.25)]
-        lines = [table.show(row, short=True) for row in quarter]
-        return "\n".join([table.header(quarter[0], short=True), *lines])
+        lines = [table.show(row) for row in quarter]
+        return "\n".join([table.header(quarter[0]), *lines])
     for beginning, renderer in RENDERERS.items():
         if command.startswith(beginning):
             return renderer.show(found)

@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lab import command_line
+from lab.answering import read
 from lab.kept import full_cache_bytes
 from lab.loading import calibrated, load
 from lab.methods_by_name import pick
-from lab.replay import CannotReplay, Recorder, Recording, record, replay
+from lab.replay import Recorder, Recording, record
 from lab.retrieval import budget_for
 from lab.table import text_table
 from nanollm import TINY, gguf
@@ -81,22 +82,6 @@ def fastest(run: Callable, rounds: int, least: float = 0) -> float:
 # ---- ours ---
 
 
-def at_the_end(
-    model, tokens: Tensor, recording: list[Recording], make: Callable
-) -> list:
-    """Return new caches that have read the prompt.
-
-    They replay the recording, or read tokens (B, T) if they cannot replay.
-    """
-    caches = make()
-    try:
-        replay([recording], caches)
-    except CannotReplay:
-        caches = make()
-        prefill(model, tokens, caches)
-    return caches
-
-
 def end_and_step(
     model, tokens: Tensor, recording: list[Recording], make: Callable, rounds: int
 ) -> dict:
@@ -104,7 +89,7 @@ def end_and_step(
     times = []
     first = perf_counter()
     while len(times) < rounds or perf_counter() - first < SHORT:
-        caches = at_the_end(model, tokens, recording, make)
+        caches = read(model, tokens, [recording], lambda T: make())
         times.append(fastest(lambda: compress(model, tokens, caches), 1))
     mib = cache_bytes(caches)[1] / 2**20
     step = fastest(lambda: model(tokens[:, :1], caches), STEPS)

@@ -41,7 +41,6 @@ MEASURED_TERMS = {
     "agnostic": "accuracy if the question comes after the compression",
     "KL": "KL divergence between the full cache's predictions of real text and these, in nats "
     "per token",
-    "perplexity": "of real text after a compressed prompt",
 }
 SETTINGS = "aware", "agnostic"
 
@@ -87,48 +86,40 @@ def label(name: str, keep_ratio: float | None) -> str:
 # ---- rows as text; a task's column holds both accuracies, aware and agnostic ---
 
 
-def terms(short: bool = False) -> str:
+def terms() -> str:
     """Return a line on each column of the table."""
     columns = SIZE_TERMS | STANDARD_TERMS | MEASURED_TERMS
-    if short:
-        del columns["perplexity"]
     lines = [f"{name:9} {meaning}" for name, meaning in columns.items()]
     return "\n".join(fill(line, 108, subsequent_indent=10 * " ") for line in lines)
 
 
-def widths(row: dict, short: bool) -> list[int]:
+def widths(row: dict) -> list[int]:
     """Return the least widths of the columns, from method to KL."""
-    measured = [6] if short else [10, 6]
-    return [26, 6, 6] + [14] * len(tasks_of(row)) + measured
+    return [26, 6, 6] + [14] * len(tasks_of(row)) + [6]
 
 
-def header(row: dict, short: bool = False) -> str:
+def header(row: dict) -> str:
     """Return the lines above the rows: documents, largest standard error, names of the columns."""
     tasks = tasks_of(row)
     error = 0.5 / (row["documents"] - 1) ** 0.5  # if half of the answers are right
     above = ["", "", "16-bit", *(task.replace("_", "-") for task in tasks)]
     names = ["method", "keep", "KiB"] + ["aware agnostic"] * len(tasks)
-    if not short:
-        names.append("perplexity")
     names.append("KL")
     above += [""] * (len(names) - len(above))
     return (
         f"{row['documents']} documents per task, {row['tokens']} tokens each; "
         f"seed {row['seed']}; standard error of an accuracy: at most {error:.2f}\n\n"
-        + text_table([above, names], widths(row, short))
+        + text_table([above, names], widths(row))
     )
 
 
-def show(row: dict, short: bool = False) -> str:
+def show(row: dict) -> str:
     """Return a row as a line of the table."""
     cells = [row["method"], budget(row), f"{row['live_16'] / 1024:.0f}"]
     for task in tasks_of(row):
         cells.append(f"{row[f'{task}_aware']:5.2f} {row[f'{task}_agnostic']:8.2f}")
-    if not short:
-        form = ".2f" if row["perplexity"] < 1e4 else ".1e"
-        cells.append(format(row["perplexity"], form))
     cells.append(f"{max(row['kl'], 0):.3f}")
-    return text_table([cells], widths(row, short))
+    return text_table([cells], widths(row))
 
 
 def budget(row: dict) -> str:

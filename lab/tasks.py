@@ -165,10 +165,13 @@ class Tasks:
         return self.stream[start : start + n]
 
     def draw_pairs(self, rng, n: int, numbers: int = 1) -> list[tuple[Ids, Ids]]:
-        """Draw n different keys, and for each a value of `numbers` four-digit numbers."""
+        """Draw n keys, each with a value: `numbers` four-digit numbers, or if that is 0 a word."""
         whole("the number of keys", n, 1, len(self.words))
-        whole("numbers", numbers, 1, len(self.values) // n)
+        whole("numbers", numbers, 0, len(self.values) // n)
         words = rng.choice(len(self.words), n, replace=False)
+        if numbers == 0:
+            values = rng.choice(len(self.words), n, replace=False)
+            return [(self.words[i], self.words[j]) for i, j in zip(words, values)]
         values = rng.choice(self.values, (n, numbers), replace=False)
         pairs = []
         for word, value in zip(words, values):
@@ -180,21 +183,13 @@ class Tasks:
     def number(self, n: int, digits: int) -> Ids:
         return self.ids(f"{self.gap}{n:0{digits}}")
 
-    def before(self, string: str) -> Ids:
-        """Return the tokens before a number, with the space between them if it belongs here."""
-        return self.ids(string if self.gap else f"{string} ")
+    def before(self, string: str, numbers: int = 1) -> Ids:
+        """Return the tokens before a value, with the space between them if it belongs here."""
+        return self.ids(string if self.gap or not numbers else f"{string} ")
 
-    def begun(self, key: Ids) -> Ids:
-        """Return the tokens of " The code of KEY is", before a number."""
-        return self.ids(" The code of") + key + self.before(" is")
-
-    def fact(self, key: Ids, value: Ids) -> Ids:
-        return self.begun(key) + value + self.ids(".")
-
-    def question(self, key: Ids, answer: Ids):
-        """Return a question for the code of a key, its answer, and a full stop."""
-        question = self.ids("\nQ:") + self.begun(key)
-        return question, answer, self.ids(".")
+    def begun(self, key: Ids, numbers: int) -> Ids:
+        """Return the tokens of " The code of KEY is", before a value."""
+        return self.ids(" The code of") + key + self.before(" is", numbers)
 
     def assemble(
         self, rng, T: int, facts, questions, depths=None
@@ -242,22 +237,32 @@ class Tasks:
     ):
         """Make a document with facts scattered in real text, and ask for one or several of them.
 
-        numbers: four-digit numbers per value; the model is trained with one.
+        numbers: four-digit numbers per value, 0 for a word; the model is trained with one.
         """
         whole("questions", questions, 1, facts)
         pairs = self.draw_pairs(rng, facts, numbers)
         depths = rng.random(facts)
         chosen = rng.permutation(facts)[:questions]
-        stated = [self.fact(key, value) for key, value in pairs]
-        asked = [self.question(*pairs[i]) for i in chosen]
+        begun = [self.begun(key, numbers) for key, _ in pairs]
+        end = self.ids(".")
+        stated = [start + value + end for start, (_, value) in zip(begun, pairs)]
+        q = self.ids("\nQ:")
+        asked = [(q + begun[i], pairs[i][1], end) for i in chosen]
         return self.assemble(rng, T, stated, asked, depths)
 
-    def pairs(self, rng, T: int, listed: int = 16, questions: int = 1):
+    def pairs(
+        self,
+        rng,
+        T: int,
+        listed: int = 16,
+        questions: int = 1,
+        numbers: int = 1,
+    ):
         """Make a document with a block of `key: value` lines in the text, and ask for some keys."""
         whole("questions", questions, 1, listed)
-        items = self.draw_pairs(rng, listed)
+        items = self.draw_pairs(rng, listed, numbers)
         newline = self.ids("\n")
-        colon = self.before(":")
+        colon = self.before(":", numbers)
         block = []
         for key, value in items:
             block += newline + key + colon + value

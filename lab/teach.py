@@ -23,7 +23,7 @@ def main(argv: list[str]):
         raise ValueError(f"{file} is there already; name a new folder")
 
     from lab.loading import calibrated, loaded, save_learned, training_tasks
-    from lab.lessons import lessons, of_questions
+    from lab.lessons import of_questions
     from lab.made_questions import Maker
     from lab.methods_by_name import pick
     from lab.question_file import Encoder, contexts, read
@@ -42,7 +42,7 @@ def main(argv: list[str]):
     asked = []
     for i, some in enumerate(groups[::2]):
         asked.append(of_questions(encoder, some, known=i % 3 == 2))
-    recipe = lessons(encoding, model.config, training_tasks(encoding))
+    recipe = training_tasks(encoding).asked(model.config)
     others = recipe[:: max(len(recipe) // max(len(asked), LEAST), 1)]
     print(f"{len(asked)} contexts of {args.questions} teach, and {len(others)} others")
     after = taught(model, asked + others, **before, steps=args.steps, seed=args.seed)

@@ -63,8 +63,6 @@ class PairSlots(Slots):
     scale: factor of the scores; None: 1/√D, as in the decoder; the paper: 1.
     """
 
-    vectors = 2
-
     def __init__(self, *place, scale: float | None = None):
         super().__init__(*place)
         self.scale = scale
@@ -88,7 +86,8 @@ class FourCache(PairSlots):
             n = self.length - T + t + 1
             k1, k2 = self.k[:, :, :n].chunk(2, -1)
             v1, v2 = self.v[:, :, :n].chunk(2, -1)
-            outputs.append(self.one_query(q[:, :, :, t], k1, k2, v1, v2).flatten(1, 2))
+            y = self.one_query(q[:, :, :, t], k1, k2, v1, v2)
+            outputs.append(y.flatten(1, 2))
         return torch.stack(outputs, 2), None
 
     def one_query(

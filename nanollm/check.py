@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import ClassVar, get_origin, get_type_hints
 
-from torch import Tensor, int32, int64
+from torch import Tensor, int64
 
 # ---- numbers, options: what a user gives -------------------------------------------------------
 
@@ -89,31 +89,15 @@ def constructed(Kind: type, options: dict):
 # ---- caches: input from a method's author or from a caller -------------------------------------
 
 
-def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
-    """Raise ValueError unless q, k, v and pos are new tokens that fit this cache.
-
-    A key has `cache.vectors` times the numbers of a query (2 in tensor attention).
-    """
+def check_attend(cache, k: Tensor):
+    """Raise ValueError unless new tokens with keys k (B, H, T, D) fit this cache."""
     looked = cache.notes or cache.method.entry
     if cache.forgotten is not None and looked:
         raise ValueError(
             "the method has looked at tokens that were forgotten; compress first, or read the text "
             "into new caches"
         )
-    B, H, T, D = k.shape
-    fit = v.shape == k.shape and T and q.shape[::2] == (B, T) and q.shape[1] % H == 0
-    if not fit or q.shape[3] * cache.vectors != D:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        D = "D" if cache.vectors == 1 else f"{cache.vectors}D"
-        raise ValueError(
-            f"q, k and v of shapes {shapes} are not (B, H·G, T, D), (B, H, T, {D}) "
-            f"and (B, H, T, {D}) with T at least 1"
-        )
-    if pos.shape not in ((1, T), (B, T)) or pos.dtype not in (int32, int64):
-        raise ValueError(
-            f"pos of shape {tuple(pos.shape)} must be ({B} or 1, {T}), "
-            f"whole numbers and not {pos.dtype}"
-        )
+    B, H = k.shape[:2]
     if "k" in cache.slots and cache.slots["k"].shape[:2] != (B, H):
         texts, heads = cache.slots["k"].shape[:2]
         raise ValueError(

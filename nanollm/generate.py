@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanollm.attention import wide
-from nanollm.cache import compress, make_cache
+from nanollm.cache import compress, full_layers, make_cache, rereading
 from nanollm.check import check_caches, check_ids, check_seed, check_tokens, whole
 
 LEAST = 1e-6  # a lower temperature would make logits overflow
@@ -47,6 +47,20 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
             f"the logits are NaN, for numbers overflow in {logits.dtype}; use bfloat16 or float32"
         )
     return logits[:, -1]
+
+
+@torch.no_grad()
+def prefill_evicting(model, tokens: Tensor, caches, piece: int = 512):
+    """Feed a prompt, tokens (B, T), and evict after each piece; `compress` then ends the prompt.
+
+    So a head holds at most its budget and a piece, however long the prompt is. Later tokens do not
+    see what has been evicted. The notes of a method, such as the gates' scores, stay until the end.
+    """
+    layers = full_layers(caches)
+    for part in tokens.split(piece, 1):
+        prefill(model, part, caches)
+        read = tokens[:, : caches[0].seen]
+        layers[0].method.compress(rereading(model, caches), read, layers)
 
 
 def sample(

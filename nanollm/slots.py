@@ -47,7 +47,6 @@ def all_live(x: Tensor) -> Stored:
 class Slots:
     """Stores every token of one layer, until its method evicts some."""
 
-    vectors = 1  # a key has this many vectors of a query's length
     options = {}  # of the store itself, for saved files
 
     def __init__(
@@ -139,7 +138,7 @@ class Slots:
 
         q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T).
         """
-        self.check(q, k, v, pos)
+        check_attend(self, k)
         outputs = []
         n = self.room(q.shape[2])
         while n < q.shape[2]:
@@ -169,16 +168,6 @@ class Slots:
         if self.prompt_done:
             self.evict()
         return y
-
-    def check(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pos: Tensor,
-    ):
-        """Raise ValueError, before anything is written, if the new tokens do not fit this store."""
-        check_attend(self, q, k, v, pos)
 
     def room(self, T: int) -> int:
         """Return how many of T new tokens to take at once."""

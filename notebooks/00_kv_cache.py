@@ -219,7 +219,8 @@ figure, axes = plt.subplots(1, 3, figsize=(11, 4), layout="constrained")
 kinds = "heavy hitters", "recency", "retrieval"
 for axis, kind, numbers in zip(axes, kinds, measures.values()):
     layer, head = strongest(numbers.mean(0))
-    plot.attention(axis, p[0, layer, head], f"{kind}: layer {layer}, head {head}")
+    axis.imshow(p[0, layer, head].sqrt(), cmap="Greys", vmax=1)  # so that small ones show
+    axis.set(title=f"{kind}: layer {layer}, head {head}", xlabel="key", ylabel="query")
 axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fraction",
                  arrowprops=dict(arrowstyle="->"));
 
@@ -342,7 +343,7 @@ axes[0].legend();
 # 2. How much does the model depend on its retrieval head? Set the head's columns of `blocks[layer].attention.o.weight` to zero and measure `retrieve(model, batch, maker(model, Method, None))`.
 #    <details><summary>Hint</summary>Head h owns the columns h·D to (h+1)·D. Work on a copy of the model; then remove the next strongest head as well.</details>
 # 3. Does this model need its first token? Compare `StreamingLLM` with `sinks=0` and `sinks=4`.
-#    <details><summary>Hint</summary><code>maker</code> passes options on to the method. `continuation` and `reference` in <code>lab/continuation.py</code> measure the perplexity.</details>
+#    <details><summary>Hint</summary><code>maker</code> passes options on to the method. `continuation` and `reference` in <code>lab/continuation.py</code> measure −log p (`nll`).</details>
 # 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them.
 #    <details><summary>Hint</summary>The newest token is always kept.</details>
 # 5. Write an oracle: a method that keeps exactly the facts and the newest tokens. How small may its budget be before needles are lost, agnostic?

@@ -212,8 +212,8 @@ def measure(name, variant):
 
 
 rows = [measure(name, variant) for name, variant in METHODS.items()]
-print(table.header(rows[0], short=True))
-print("\n".join(table.show(row, short=True) for row in rows))
+print(table.header(rows[0]))
+print("\n".join(table.show(row) for row in rows))
 
 # %% [markdown]
 # KiB are the bytes of one text after its continuation, in 16 bits. `full` and `full@2` keep every token, so the table says "all". The figure shows the mean accuracy of both tasks in both settings, and the KL, over the bytes.
@@ -337,7 +337,7 @@ class LargeValues(Method):
 
 
 rows.append(measure("large_values", Variant(LargeValues, {})))
-print(table.show(rows[-1], short=True))
+print(table.show(rows[-1]))
 
 # %%
 draw(rows)

@@ -90,8 +90,9 @@ print(f"{kept.sum()} of {kept.numel()} entries stay, the same as in methods/base
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 4), layout="constrained")
 for axis, (layer, head) in zip(axes, ((0, 0), (1, 0), (4, 1))):
-    plot.attention(axis, attention[layer, head, 0, :120, :120], f"layer {layer}, head {head}")
-    axis.set(xlabel="entry of the first pass", ylabel="token of the reread")
+    axis.imshow(attention[layer, head, 0, :120, :120].sqrt(), cmap="Greys", vmax=1)
+    axis.set(title=f"layer {layer}, head {head}",
+             xlabel="entry of the first pass", ylabel="token of the reread")
 
 # %% [markdown]
 # The head in the middle is an induction head. While a token is reread, the head finds the same token in the first copy and looks at the one after it, so its attention runs along the diagonal. The other two heads give each entry of the first copy little attention: for repeating they are hardly needed. The same induction heads answer a question such as *The code of mainly is*, and look at the same entries. For this reason the reread finds the entries of a question that nobody has asked.

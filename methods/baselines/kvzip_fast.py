@@ -88,13 +88,17 @@ class FastKVzip(KVzip):
         layer.notes["score"] = torch.cat((*earlier, score), 2)
 
     def scores(self, model, tokens: Tensor, layers: list[Slots]) -> list[Tensor]:
-        """Return the scores from the first pass; nothing is read again."""
+        """Return the scores from the first pass, (B, H, S) each; nothing is read again."""
         T = tokens.shape[1]
         if layers[0].notes["score"].shape[2] < T:
             raise ValueError(
                 "FastKVzip has forgotten the scores of earlier turns; compress once, or use KVzip"
             )
-        return [layer.notes["score"][:, :, :T] for layer in layers]
+        found = []
+        for layer in layers:
+            token = layer.pos.clamp(max=T - 1).long()  # of each slot
+            found.append(layer.notes["score"].gather(2, token))
+        return found
 
     @staticmethod
     def calibrate(model, tasks) -> dict:

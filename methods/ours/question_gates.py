@@ -81,8 +81,10 @@ class QuestionGates(FastKVzip):
 
     def scores(self, model, tokens: Tensor, layers: list[Slots]) -> list[Tensor]:
         found = super().scores(model, tokens, layers)
-        added = edged(self.edges.to(found[0]), tokens.shape[1])
-        return [score + more for score, more in zip(found, added)]
+        T = tokens.shape[1]
+        for i, layer in enumerate(layers):
+            found[i] += edged(self.edges[:, i].to(found[i]), layer.pos, T)
+        return found
 
     @staticmethod
     def calibrate(model, tasks) -> dict:
@@ -91,11 +93,10 @@ class QuestionGates(FastKVzip):
         return taught(model, tasks.asked(model.config), imitating)
 
 
-def edged(edges: Tensor, T: int) -> Tensor:
-    """Return what `edges` (2, L, H) adds to the scores of T entries, (L, H, T)."""
-    i = torch.arange(T, device=edges.device)
+def edged(edges: Tensor, pos: Tensor, T: int) -> Tensor:
+    """Return what `edges` (2, …, H) adds to scores (…, H, S) of the entries at `pos` of T."""
     first, newest = edges[..., None]
-    return first * (i < FIRST) + newest * (i >= T - NEWEST)
+    return first * (pos < FIRST) + newest * (pos >= T - NEWEST)
 
 
 class Lesson(NamedTuple):
@@ -222,7 +223,8 @@ class EdgedLearner(Learner):
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores (1, L, H, T) of inputs (L, T, n)."""
         s = super().forward(x).mT
-        return (s + edged(self.edges, x.shape[1]))[None]
+        T = x.shape[1]
+        return (s + edged(self.edges, torch.arange(T, device=x.device), T))[None]
 
 
 def taught(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common import ENCODING, decode, tasks
-from lab import corpus, lessons
+from lab import corpus, lessons, made_questions
 from lab.lessons import continued, of_questions, of_task
 from lab.made_questions import Maker
 from lab.question_file import Encoder, contexts, read
@@ -41,6 +41,20 @@ def test_the_values_asked_for_stand_in_the_text(made):
             assert question.answer_prefix in ("", question.answer_prefix.strip())
     assert kinds == {"number", "word", "phrase", "name", "date"}
     assert several
+
+
+def test_questions_that_judge_are_of_each_kind_and_value(tmp_path):
+    file = tmp_path / "made.jsonl"
+    options = f"--out {file} --documents 1 --kinds copied unseen".split()
+    made_questions.main(options)
+    by_task = {}
+    for question in read(file):
+        assert question.answers[0] in question.context
+        by_task.setdefault(question.task, []).append(question)
+    assert [len(some) for some in by_task.values()] == [4] * 6
+    for question in by_task["copied word"]:
+        (value,) = question.answers
+        assert f"{question.answer_prefix} {value}." in question.context
 
 
 def test_the_seed_and_the_split_decide():
@@ -110,12 +124,14 @@ def test_the_recipe_leaves_out_what_the_decoder_cannot_read_or_a_test_asks(monke
     for name in "MADE", "PLAIN":
         monkeypatch.setattr(lessons, name, 3)
     tasks_ = tasks("train")
-    found = lessons.lessons(ENCODING, CONFIG, tasks_)
-    assert 72 + 12 + 3 + 3 + 33 >= len(found) > 36
+    found = lessons.lessons(tasks_, CONFIG)
+    parts = 72 + 12, 3, 9, 18, 9, 9, 9, 6, 3
+    assert len(found) == sum(parts)
+    assert len(lessons.lessons(tasks_, CONFIG, "words")) == sum(parts) - 18
     lengths = [x.context.shape[1] + x.tokens.shape[1] for x in found]
     assert max(lengths) <= CONFIG.max_len
     short = SimpleNamespace(**vars(CONFIG) | dict(max_len=max(lengths) - 1))
-    assert len(lessons.lessons(ENCODING, short, tasks_)) < len(found)
+    assert len(lessons.lessons(tasks_, short)) < len(found)
 
     passages = [some[0].context for some in contexts(read(lessons.NATURAL))]
     judges = [some[0].context for some in contexts(read(JUDGE))]

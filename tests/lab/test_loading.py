@@ -36,7 +36,7 @@ def learner(monkeypatch):
             assert tasks.split == "train"
             return dict(gates=torch.ones(2, 3), shares=torch.zeros(2))
 
-    monkeypatch.setattr(loading, "Tasks", lambda encoding, split: tasks(split))
+    monkeypatch.setattr(loading, "TrainingTasks", lambda encoding, split: tasks(split))
     loading.training_tasks.cache_clear()
     yield Learner
     loading.training_tasks.cache_clear()

@@ -1,6 +1,7 @@
 """python -m nanollm --questions: records, figure, going on, a cluster, and one-line refusals."""
 
 import csv
+from functools import partial
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from threading import Timer
 import pytest
 
 from commands import refused
-from lab import question_comparison
+from lab import answering, question_comparison
 from lab.plot import TITLE
 from nanollm.__main__ import main
 
@@ -54,6 +55,15 @@ def test_each_question_has_a_record_and_the_same_command_the_same_ones(
     assert "agnostic: " in out and "aware: " in out
     main(arguments(checkpoint, options))
     assert json.loads(Path("r.json").read_text()) == first
+
+
+def test_a_method_that_evicts_early_has_rows_of_its_own(checkpoint, monkeypatch):
+    short = partial(answering.prefill_evicting, piece=16)
+    monkeypatch.setattr(answering, "prefill_evicting", short)
+    main(arguments(checkpoint, "--methods snap_kv --keep 25 --evict-early"))
+    records = json.loads(Path("r.json").read_text())["records"]
+    of = lambda name: [x["surprise"] for x in records if x["method"] == name]
+    assert of("snap_kv_early") and of("snap_kv_early") != of("snap_kv")
 
 
 def test_a_run_goes_on_with_what_its_file_lacks(checkpoint, capsys, monkeypatch):

@@ -32,8 +32,8 @@ class Words:
     def apply_chat_template(self, chat, tokenize, add_generation_prompt):
         return self.chat_template.format(chat[0]["content"])
 
-    def batch_decode(self, rows, skip_special_tokens):
-        return [ENCODING.decode(row.tolist()) for row in rows]
+    def decode(self, row, skip_special_tokens):
+        return ENCODING.decode(row.tolist())
 
 
 @mark.parametrize(

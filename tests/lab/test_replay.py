@@ -158,7 +158,7 @@ def test_a_store_that_shows_something_else_reads_for_itself(model, full, store):
     recording = full.recording
     replayed = replayed_or_read(continuation, model, full, make, recording)
     read = continuation(model, full, make)
-    for name in "perplexity", "kl", "l1", "live":
+    for name in "nll", "kl", "l1", "live":
         close(replayed[name], read[name])
 
 

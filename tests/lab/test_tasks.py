@@ -69,6 +69,14 @@ def test_needle_is_determined_by_its_facts(split, facts, questions, numbers):
         assert [code[key] for key in keys] == row.answers
 
 
+@pytest.mark.parametrize("task", ["needle", "pairs"])
+def test_a_value_may_be_a_word(task):
+    for row in rows(task, questions=2, numbers=0):
+        found = dict(re.findall(r"(?:of|\n) ?(\w+)(?: is|:) (\w+)", row.facts))
+        asked = keys_of(row.questions, r"\.?\nQ:.*?(\w+)(?: is|:)")
+        assert [found[key] for key in asked] == [x.strip() for x in row.answers]
+
+
 @pytest.mark.parametrize("pairs, questions", [(2, 2), (30, 4)])
 def test_pairs_are_determined_by_its_facts(pairs, questions):
     for row in rows("pairs", listed=pairs, questions=questions):

@@ -17,7 +17,7 @@ def file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "MADE", "PLAIN":
         monkeypatch.setattr(lessons, name, 1)
-    monkeypatch.setattr(lessons, "TASKS", dict(needle=(2, {})))
+    monkeypatch.setattr(lessons, "TASKS", dict(needle=("needle", 2, {})))
     monkeypatch.setattr(teach, "JUDGES", 2)
     maker = Maker(ENCODING, "test", 5)
     lines = []

@@ -7,7 +7,7 @@ from common import TOKENS, H, decoder, end, highest, kept, tasks
 from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip, fit, lessons
 from nanollm.cache import crop, make_cache
-from nanollm.generate import prefill
+from nanollm.generate import prefill, prefill_evicting
 
 L = 3
 N = (6 + 2 + 2) * 8  # numbers of a token's queries, keys and values
@@ -52,6 +52,28 @@ def test_sinks_the_newest_and_what_the_gates_rank_highest_stay(
         b, i, h = key
         expected[key] = dict(enumerate(score[i, b, :n, h].tolist()))
     assert kept(caches) == highest(expected, budget, sinks, n - recent)
+
+
+@torch.no_grad()
+def test_evicting_while_reading_keeps_what_has_the_highest_scores_so_far():
+    model = decoder()
+    options = dict(budget=9, gates=GATES, recent=3, sinks=2)
+    caches = make_cache(model, FastKVzip, **options)
+    prefill_evicting(model, TOKENS, caches, piece=8)
+    by_hand = make_cache(model, FastKVzip, **options)
+    for stop in range(8, 41, 8):
+        prefill(model, TOKENS[:, stop - 8 : stop], by_hand)
+        scores = {}
+        for (b, i, h), there in kept(by_hand).items():
+            mine = by_hand[i].notes["score"][b, h].tolist()
+            scores[b, i, h] = {t: mine[t] for t in there}
+        stay = highest(scores, 9, 2, stop - 3)
+        for i, layer in enumerate(by_hand):
+            chosen = torch.zeros_like(layer.pos, dtype=torch.bool)
+            for b, h, slot in torch.ones_like(chosen).nonzero().tolist():
+                chosen[b, h, slot] = layer.pos[b, h, slot].item() in stay[b, i, h]
+            layer.keep_chosen(chosen)
+    assert kept(caches) == kept(by_hand)
 
 
 @torch.no_grad()

@@ -83,20 +83,22 @@ def test_the_highest_stay_and_the_derivative_is_that_of_a_soft_choice_of_one_siz
 
 def test_the_first_and_the_newest_entries_have_weights_of_their_own():
     edges = torch.arange(1.0, 13).view(2, 2, 3)
-    added = edged(edges, 20)
+    added = edged(edges, torch.arange(20), 20)
     assert added.shape == (2, 3, 20)
     for layer in range(2):
         for head in range(3):
             first, newest = edges[:, layer, head].tolist()
             expected = [first] * 4 + [0] * 8 + [newest] * 8
             assert added[layer, head].tolist() == expected
-    assert (edged(edges, 10)[:, :, 2:4] == edges.sum(0)[..., None]).all()
+    both = edged(edges, torch.tensor([2, 3]), 10)
+    assert (both == edges.sum(0)[..., None]).all()
 
 
 def scores_of(lesson, gates, edges):
     """Return the gates' scores of a context's entries, (1, L, H, T)."""
     s = lesson.inputs.float() @ gates[:, :-1] + gates[:, -1:]
-    return s.mT[None] + edged(edges, s.shape[1])
+    T = s.shape[1]
+    return s.mT[None] + edged(edges, torch.arange(T), T)
 
 
 def keep_of(lesson, gates, edges, share):
