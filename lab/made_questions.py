@@ -228,8 +228,10 @@ class Maker:
 
 
 def main(argv: list[str]):
-    """Write questions that judge."""
-    parser = argparse.ArgumentParser(prog="python -m lab.made_questions")
+    """Write questions on held-out text, which judge gates."""
+    parser = argparse.ArgumentParser(
+        "python -m lab.made_questions", description=main.__doc__
+    )
     option = parser.add_argument
     option("--model", type=Path, default=command_line.TINY, help="counts the tokens")
     option("--kinds", nargs="+", choices=KINDS, default=["copied"])
