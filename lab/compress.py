@@ -45,7 +45,7 @@ def main(argv: list[str]):
     each = model.embed.weight.itemsize + 2 / model.config.head_dim
     full = full_cache_bytes(model, len(ids), each)
     print(
-        f"{len(ids)} tokens; until they are compressed, their cache takes {full / 2**20:.0f} MiB",
+        f"{len(ids)} tokens; a full cache of them takes {full / 2**20:.0f} MiB",
         file=sys.stderr,
     )
     learned = calibrated(variant, model, encoding, args.calibration)

@@ -116,7 +116,7 @@ def continued(text: Tensor) -> Asked:
 
 def main(argv: list[str]):
     """Train question_gates without a part of the recipe."""
-    parser = argparse.ArgumentParser("python -m lab.lessons", description=main.__doc__)
+    parser = argparse.ArgumentParser("python -m lab.lessons")
     parser.add_argument("--without", choices=["natural", "made", *TASKS, "plain"])
     command_line.model_options(parser)
     args = parser.parse_args(argv)

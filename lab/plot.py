@@ -130,15 +130,11 @@ def panels(rows: list[dict], labels: dict[str, str], title: str, file: Path):
     figure, axes = plt.subplots(1, len(labels), figsize=size, squeeze=False)
     figure.set_layout_engine("constrained")
     for axis, (key, label) in zip(axes[0], labels.items()):
-        mine = [row for row in rows if key in row]
-        mine.sort(key=lambda row: row["live_16"])
-        points = {}
-        for name in ("full", *shown):
-            points[name] = [row for row in mine if row["method"] == name]
-        full = next(iter(points.pop("full")), None)
-        over_bytes(axis, points, full, key, label)
-    lines = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside right center", frameon=False)
+        points = {name: [] for name in ("full", *shown)}
+        for row in sorted(rows, key=lambda row: row["live_16"]):
+            if key in row and row["method"] in points:
+                points[row["method"]].append(row)
+        over_bytes(axis, points, key, label)
     figure.suptitle(f"{title}; bars: ± 1 standard error of accuracies")
     if left_out:
         words = fill("Not drawn: " + ", ".join(left_out), 14 * round(size[0]))
@@ -156,17 +152,17 @@ def drawn(names: list[str]) -> tuple[list[str], list[str]]:
     def rank(name: str):
         family = family_of(name)
         variant = style(name)["linestyle"] != "-"
-        return family in FAMILIES, variant, [*FAMILIES, family].index(family)
+        return family in FAMILIES, variant, [*FAMILIES, family].index(family), name
 
-    names = {*names} - {"full"}
-    ranked = sorted(sorted(names), key=rank)
+    ranked = sorted({*names} - {"full"}, key=rank)
     return ranked[:MOST], ranked[MOST:]
 
 
-def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
-    """Draw row[key] of each method over its cache's KiB.
+def over_bytes(axis, points: dict, key: str, label: str):
+    """Draw row[key] of each method's rows over its cache's KiB, and its name at the right edge.
 
-    Later markers are smaller, so equal points stay visible. The full cache is a horizontal line.
+    Later markers are smaller, so equal points stay visible. Names are in the order of their lines'
+    ends. A horizontal line goes through the full cache's point.
     """
     axis.set_xscale("log", base=2)
     if key == "kl":
@@ -176,17 +172,28 @@ def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
         axis.set_ylim(-0.001, 2 * largest + 0.01)
     else:
         axis.set_ylim(-0.02, 1.05)
+    ends = []
     for i, (name, mine) in enumerate(points.items()):
+        if not mine:
+            continue
         x = [row["live_16"] / 1024 for row in mine]
         y = [row[key] for row in mine]
-        size = 11 - 7 * i / len(points)
         error = [error_of(row, key) for row in mine]
-        look = style(name) | dict(markersize=size, linewidth=1.2, elinewidth=0.8)
+        look = style(name) | dict(markersize=11 - 7 * i / len(points), linewidth=1.2)
         axis.errorbar(x, y, error, label=name, **look)
-    if full:
-        kib = full["live_16"] / 1024
-        axis.axhline(full[key], color="black", linewidth=1)
-        axis.plot(kib, full[key], label="full cache", **style("full"))
+        if name == "full":
+            axis.axhline(*y, color="black", linewidth=1)
+        ends.append((y[-1], x[-1], name))
+    for i, (y, x, name) in enumerate(sorted(ends)):
+        axis.annotate(
+            name,
+            (x, y),
+            xytext=(1.03, (i + 0.5) / len(ends)),
+            textcoords="axes fraction",
+            va="center",
+            color=style(name)["color"],
+            arrowprops=dict(arrowstyle="-", alpha=0.2),
+        )
     axis.set(xlabel="KiB of a text's cache, with 16-bit numbers", ylabel=label)
     axis.xaxis.set_major_locator(LogLocator(2, numticks=6))
     axis.xaxis.set_major_formatter("{x:g}")

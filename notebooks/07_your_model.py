@@ -222,11 +222,10 @@ print("\n".join(table.show(row) for row in rows))
 def draw(rows):
     """Mean accuracy, aware and agnostic, and KL, over bytes."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    points, full = {row["method"]: [row] for row in rows[1:]}, rows[0]
+    points = {row["method"]: [row] for row in rows}
     labels = "accuracy, aware", "accuracy, agnostic", "KL(full ‖ compressed) per token, nats"
     for axis, key, label in zip(axes, ("aware", "agnostic", "kl"), labels):
-        plot.over_bytes(axis, points, full, key, label)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
+        plot.over_bytes(axis, points, key, label)
 
 
 draw(rows)

@@ -94,11 +94,11 @@ class FastKVzip(KVzip):
             raise ValueError(
                 "FastKVzip has forgotten the scores of earlier turns; compress once, or use KVzip"
             )
-        found = []
-        for layer in layers:
-            token = layer.pos.clamp(max=T - 1).long()  # of each slot
-            found.append(layer.notes["score"].gather(2, token))
-        return found
+        return [
+            # of each slot's token; an empty slot's NEVER would be too large an index
+            layer.notes["score"].gather(2, layer.pos.clamp(max=T - 1).long())
+            for layer in layers
+        ]
 
     @staticmethod
     def calibrate(model, tasks) -> dict:
