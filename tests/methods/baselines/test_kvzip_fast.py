@@ -64,14 +64,16 @@ def test_evicting_while_reading_keeps_what_has_the_highest_scores_so_far():
     for stop in range(8, 41, 8):
         prefill(model, TOKENS[:, stop - 8 : stop], by_hand)
         scores = {}
-        for (b, i, h), there in kept(by_hand).items():
+        for head, there in kept(by_hand).items():
+            b, i, h = head
             mine = by_hand[i].notes["score"][b, h].tolist()
-            scores[b, i, h] = {t: mine[t] for t in there}
+            scores[head] = {t: mine[t] for t in there}
         stay = highest(scores, 9, 2, stop - 3)
         for i, layer in enumerate(by_hand):
             chosen = torch.zeros_like(layer.pos, dtype=torch.bool)
             for b, h, slot in torch.ones_like(chosen).nonzero().tolist():
-                chosen[b, h, slot] = layer.pos[b, h, slot].item() in stay[b, i, h]
+                token = layer.pos[b, h, slot].item()
+                chosen[b, h, slot] = token in stay[b, i, h]
             layer.keep_chosen(chosen)
     assert kept(caches) == kept(by_hand)
 
