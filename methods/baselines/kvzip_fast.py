@@ -16,8 +16,8 @@ Differs from the paper:
   is lost.
 - There a gate is a low-rank attention over learned sinks; here it is one linear map, a logistic
   regression.
-- There entries are also evicted while the prompt is read and during decoding; here only at the
-  prompt's end, as in KVzip.
+- There entries are also evicted while the prompt is read and during decoding; here at the prompt's
+  end, as in KVzip, or while it is read, by `prefill_evicting` (nanollm/generate.py).
 - The newest entries stay, as in the paper; here 8. Without them a question at the end is lost.
 - The authors' code never evicts the system prompt; NVIDIA/kvpress keeps the first 4 tokens. Here
   `sinks` keeps the first 4, because attention sinks are there on *learned* and on SmolLM2.
