@@ -53,9 +53,8 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
 def prefill_evicting(model, tokens: Tensor, caches, piece: int = 512):
     """Feed a prompt, tokens (B, T), and evict after each piece; `compress` then ends the prompt.
 
-    So the heads hold at most the budget and a piece on average, however long the prompt is. Later
-    tokens do not see what has been evicted. Notes of a method, such as the gates' scores, stay until
-    the end.
+    So on average a head holds at most its budget and a piece, however long the prompt is. Later
+    tokens do not see what has been evicted. A method's notes, such as scores, stay until the end.
     """
     layers = full_layers(caches)
     for part in tokens.split(piece, 1):
