@@ -103,8 +103,7 @@ def compressed(
                 prefill_evicting(model, prompt, caches)
             else:
                 caches = read(model, prompt, recordings, job.make)
-                name = job.method.partition("@")[0]
-                share_scores(model, prompt, caches, scores, name)
+                share_scores(model, prompt, caches, scores, job.method)
             compress(model, prompt, caches)
         except Exception as error:
             place = dict(method=job.method, keep_ratio=job.keep_ratio)
@@ -135,6 +134,7 @@ def share_scores(model, prompt: Tensor, caches: list[Slots], scores: dict, name:
     method = layers[0].method
     if not isinstance(method, KVzip):
         return
+    name = name.partition("@")[0]
     if name not in scores:
         scores[name] = method.scores(rereading(model, caches), prompt, layers)
     method.scores = lambda *_: scores[name]

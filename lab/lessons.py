@@ -120,12 +120,14 @@ def main(argv: list[str]):
     parser.add_argument("--without", choices=["natural", "made", *TASKS, "plain"])
     command_line.model_options(parser)
     args = parser.parse_args(argv)
+    if args.calibration is None:
+        parser.error("give --calibration FOLDER, where the gates are written")
     from lab.loading import calibrated, loaded, training_tasks
 
     model, encoding = loaded(args)
     training_tasks(encoding).without = args.without
-    variant = pick(["question_gates"])["question_gates"]
-    calibrated(variant, model, encoding, args.calibration)
+    gates = pick(["question_gates"])["question_gates"]
+    calibrated(gates, model, encoding, args.calibration)
 
 
 if __name__ == "__main__":

@@ -178,11 +178,10 @@ def over_bytes(axis, points: dict, key: str, label: str):
             continue
         x = [row["live_16"] / 1024 for row in mine]
         y = [row[key] for row in mine]
-        error = [error_of(row, key) for row in mine]
         look = style(name) | dict(markersize=11 - 7 * i / len(points), linewidth=1.2)
-        axis.errorbar(x, y, error, label=name, **look)
+        axis.errorbar(x, y, [error_of(row, key) for row in mine], label=name, **look)
         if name == "full":
-            axis.axhline(*y, color="black", linewidth=1)
+            axis.axhline(*y, color="black")
         ends.append((y[-1], x[-1], name))
     for i, (y, x, name) in enumerate(sorted(ends)):
         axis.annotate(

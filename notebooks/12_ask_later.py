@@ -301,7 +301,7 @@ for name, (short, few, long, some) in ms.items():
 #     python -m nanollm compress --model smollm2 --method question_gates@4 --keep 25 --file BOOK --out book.cache
 #     python -m nanollm ask book.cache "How many steps lead to the lamp?"
 #
-# These commands do what the next cell does. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`).
+# These commands do what the next cell does. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`). If the whole cache would not fit into memory, `--evict-early` lets `compress` evict after every 512 tokens (RESULTS.md, `early`).
 
 # %%
 QUESTIONS = ("How many steps lead to the lamp?", "Who is the oldest member of the choir?",
