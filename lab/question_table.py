@@ -148,13 +148,12 @@ def show(frame: pd.DataFrame, against: str | None = None, short: bool = False) -
         if short and mine.keep.nunique() > 2:
             mine = mine[mine.keep.isin([100, 12.5])]
         parts.append(shown(numbers(mine, judges, against)))
-        for task in mine.task.unique():
-            if task not in judges:
-                full = scores.loc[task][FULL].mean()
-                parts.append(
-                    f"The full cache answers only {full:.2f} of {task}: with this model it "
-                    "cannot compare methods, and the mean leaves it out."
-                )
+        unfit = [task for task in mine.task.unique() if task not in judges]
+        if unfit:
+            parts.append(
+                f"The full cache answers less than half of {', '.join(unfit)}: with this model "
+                "the mean leaves that out."
+            )
     return "\n\n".join(parts)
 
 

@@ -94,7 +94,7 @@ def test_stored_rows_give_the_frame_again():
 
 def test_a_task_that_the_full_cache_cannot_do_is_not_in_the_mean():
     text = question_table.show(frame_of(records()), "h2o")
-    assert "The full cache answers only 0.10 of c" in text
+    assert "The full cache answers less than half of c: with" in text
     full = {}
     h2o = {}
     pairs = {}
