@@ -2,23 +2,19 @@
 
 The recipe, one for every decoder: questions made by rule (made_questions.py), the tasks of
 tasks.py, plain text, whose continuation is the answer, and natural questions on passages of our
-own. None of them is in a test. Behind some contexts the first question is known: it is part of what
-the gates thin.
+own. None of them is in a test. In some contexts the first question is known: it is appended to the
+context before the gates thin it.
 """
 
-import argparse
 from itertools import chain
 from pathlib import Path
-import sys
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lab import command_line
 from lab.made_questions import Maker
-from lab.methods_by_name import pick
 from lab.question_file import Encoder, Question, contexts, read
 from lab.tasks import Batch, Tasks
 
@@ -53,18 +49,22 @@ def lessons(tasks: Tasks, config, without: str = "", seed: int = 0) -> list[Aske
     length = min(T, config.max_len)
     groups = contexts(read(NATURAL))
     natural = [of_questions(encoder, some) for some in groups]
-    natural += [of_questions(encoder, some, known=True) for some in groups[::6]]
+    for some in groups[::6]:
+        natural.append(of_questions(encoder, some, known=True))
     parts = dict(natural=natural, made=[])
     for i in range(MADE):
         some = maker.context(length * (2 + i % 3) // 4)
         parts["made"].append(of_questions(encoder, some, known=i % 3 == 2))
     for name, (task, n, options) in TASKS.items():
         batch = tasks.batch(task, seed, n, length, **options)
-        parts[name] = [of_task(batch, i, known=i % 3 == 2) for i in range(n)]
+        parts[name] = []
+        for i in range(n):
+            parts[name].append(of_task(batch, i, known=i % 3 == 2))
     plain = torch.from_numpy(tasks.batch("plain", seed, PLAIN, length).tokens)
     parts["plain"] = [continued(text) for text in plain.split(1)]
     parts.pop(without, None)
-    return [x for x in chain(*parts.values()) if length_of(x) <= config.max_len]
+    found = chain(*parts.values())
+    return [x for x in found if length_of(x) <= config.max_len]
 
 
 def length_of(asked: Asked) -> int:
@@ -112,23 +112,3 @@ def continued(text: Tensor) -> Asked:
     right = torch.ones_like(tokens, dtype=torch.bool)
     right[:, 0] = False
     return Asked(text[:, :n], tokens, right)
-
-
-def main(argv: list[str]):
-    """Train question_gates without a part of the recipe."""
-    parser = argparse.ArgumentParser("python -m lab.lessons")
-    parser.add_argument("--without", choices=["natural", "made", *TASKS, "plain"])
-    command_line.model_options(parser)
-    args = parser.parse_args(argv)
-    if args.calibration is None:
-        parser.error("give --calibration FOLDER, where the gates are written")
-    from lab.loading import calibrated, loaded, training_tasks
-
-    model, encoding = loaded(args)
-    training_tasks(encoding).without = args.without
-    gates = pick(["question_gates"])["question_gates"]
-    calibrated(gates, model, encoding, args.calibration)
-
-
-if __name__ == "__main__":
-    command_line.command(main, sys.argv[1:])

@@ -159,15 +159,13 @@ def save_learned(options: dict, file: Path, model):
 
 
 class TrainingTasks(Tasks):
-    """The tasks of the training text. without: a part of the recipe that does not teach."""
-
-    without = ""
+    """The tasks of the training text."""
 
     def asked(self, config) -> list:
         """Return the contexts with questions from which gates learn, as `lessons.Asked`."""
         from lab.lessons import lessons  # which imports this file
 
-        return lessons(self, config, self.without)
+        return lessons(self, config)
 
 
 @lru_cache(1)

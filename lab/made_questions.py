@@ -2,8 +2,9 @@
 
     python -m lab.made_questions --model smollm2 --kinds seen unseen --out made.jsonl
 
-writes others, which judge gates: of held-out text and words, in wordings that teach (seen), in
-others (unseen), or in words that a small decoder can go on with (copied).
+writes questions that judge gates: of held-out text and words, in wordings that teach (seen), in
+others (unseen), or in words that a small decoder can complete (copied). Names of people are those
+that teach.
 
 A context is text of a split (corpus.py) with facts in it. Facts are sentences here and there, or
 lines of a list, of a table or of JSON. A value is a number, a word, two words, a name or a date; a
@@ -122,7 +123,7 @@ class Maker:
         task = value.__name__
         return [self.asked(context, some, facts, form, task) for some in chosen]
 
-    def simple(self, tokens: int, form: tuple, value, task: str) -> list[Question]:
+    def simple(self, tokens: int, form: list[str], value, task: str) -> list[Question]:
         """Return four questions on four facts of one form, by turns straight and in other words."""
         told, *questions, lead = form
         facts = [*zip(self.different(self.word, 4), self.different(value, 4))]

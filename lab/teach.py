@@ -23,11 +23,11 @@ def main(argv: list[str]):
         raise ValueError(f"{file} is there already; name a new folder")
 
     from lab.loading import calibrated, loaded, save_learned, training_tasks
-    from lab.lessons import of_questions
+    from lab.lessons import length_of, of_questions
     from lab.made_questions import Maker
     from lab.methods_by_name import pick
     from lab.question_file import Encoder, contexts, read
-    from methods.ours.question_gates import taught
+    from methods.ours.question_gates import learn_from, taught
 
     groups = contexts(read(args.questions))
     if len(groups) < 4:
@@ -39,12 +39,28 @@ def main(argv: list[str]):
     variant = pick(["question_gates"])["question_gates"]
     before = calibrated(variant, model, encoding, args.start)
     encoder = Encoder(encoding, model.config)
+    longest = max(length_of(of_questions(encoder, some)) for some in groups)
+    if longest > model.config.max_len:
+        raise ValueError(
+            f"a context of {args.questions} has {longest} tokens with its questions, and the "
+            f"decoder reads {model.config.max_len}; shorten it"
+        )
     asked = []
     for i, some in enumerate(groups[::2]):
-        asked.append(of_questions(encoder, some, known=i % 3 == 2))
+        context = of_questions(encoder, some, known=i % 3 == 2)
+        if learn_from(model, context):
+            asked.append(context)
+    if not asked:
+        raise ValueError(
+            f"the full cache answers none of the questions of {args.questions} that would teach; "
+            "give easier ones"
+        )
     recipe = training_tasks(encoding).asked(model.config)
     others = recipe[:: max(len(recipe) // max(len(asked), LEAST), 1)]
-    print(f"{len(asked)} contexts of {args.questions} teach, and {len(others)} others")
+    print(
+        f"{len(asked)} contexts of {args.questions}, some of whose questions the full cache "
+        f"answers, teach, and {len(others)} others"
+    )
     after = taught(model, asked + others, **before, steps=args.steps, seed=args.seed)
     args.calibration.mkdir(parents=True, exist_ok=True)
     save_learned(after, file, model)
@@ -78,6 +94,9 @@ def judged(model, encoder, kind, options: dict, title: str, groups: list):
     records = []
     for some in tqdm(groups, title, leave=False, disable=None):
         records += answered(model, encoder, some, dict(agnostic=jobs))
+    for record in records:
+        if "error" in record:
+            raise ValueError(f"{title}: {record['method']}: {record['error']}")
     frame = question_table.frame_of(records)
     print(f"\nQuestions {title}:\n{question_table.show(frame, 'before')}")
 
@@ -116,7 +135,12 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         help="folder of the gates to begin with; default: those that ship, or new ones",
     )
     option("--steps", type=int, default=200, help="steps of the training; default 200")
-    option("--seed", type=int, default=0, help="seed of the order; default 0")
+    option(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the order, and of the made questions; default 0",
+    )
     command_line.model_options(parser)
     args = parser.parse_args(argv)
     if args.calibration is None:

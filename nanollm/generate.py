@@ -1,4 +1,5 @@
-"""Prefill, decoding and sampling. The whole prompt is read, and then the cache is compressed.
+"""Prefill, decoding and sampling. The whole prompt is read, and then the cache is compressed,
+unless `prefill_evicting` evicts before.
 
 The prompt's own logits, from the full cache, give the first new token.
 """
@@ -51,16 +52,17 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
 
 @torch.no_grad()
 def prefill_evicting(model, tokens: Tensor, caches, piece: int = 512):
-    """Feed a prompt, tokens (B, T), and evict after each piece; `compress` then ends the prompt.
+    """Feed a prompt, tokens (B, T), and evict between its pieces; `compress` then ends the prompt.
 
     So on average a head holds at most its budget and a piece, however long the prompt is. Later
     tokens do not see what has been evicted. A method's notes, such as scores, stay until the end.
     """
     layers = full_layers(caches)
     for part in tokens.split(piece, 1):
-        prefill(model, part, caches)
         read = tokens[:, : caches[0].seen]
-        layers[0].method.compress(rereading(model, caches), read, layers)
+        if read.numel():
+            layers[0].method.compress(rereading(model, caches), read, layers)
+        prefill(model, part, caches)
 
 
 def sample(

@@ -268,7 +268,7 @@ compare(f"--questions {folder}/shop.jsonl --figure {folder}/shop.png --model {MO
 # 2. **Teach.** `python -m nanollm --model FOLDER --questions lab/natural_judge.jsonl --methods kvzip question_gates --calibration GATES` writes the gates into the folder GATES, and measures them. `--device cuda:0` computes on a GPU.
 # 3. **Teach your kind.** `python -m nanollm teach --model FOLDER --questions YOURS.jsonl --start GATES --calibration MINE` goes on with your questions.
 #
-# The recipe reads 201 contexts, 92,000 tokens, and takes 450 steps, each a forward and a backward pass over a few questions. SmolLM2 needs ten minutes for it on two cores; another model, in proportion to its weights. Until the end, queries, keys and values of the contexts wait in CPU memory, two bytes a number: 5 GiB for SmolLM2's 30 layers of 15 heads of 64 numbers. The model's weights stay as they are, and get no gradients.
+# The recipe reads 201 contexts, 92,000 tokens, and takes 450 steps, each a forward and a backward pass over a few questions. SmolLM2 needs ten minutes for it on two cores; another model, in proportion to its weights. Until the end, queries, keys and values of the contexts wait in CPU memory, two bytes a number: at most 5 GiB for SmolLM2's 30 layers of 15 heads of 64 numbers, and at the start of the training two thirds more. The model's weights stay as they are, and get no gradients.
 #
 # ## When the comparison means nothing
 #

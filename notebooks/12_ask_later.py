@@ -76,7 +76,7 @@ handles = axes[0].get_legend_handles_labels()
 figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=8);
 
 # %% [markdown]
-# The grey line is 95 % of the full cache's answers. On SmolLM2 four bits for every token keep as many answers as the full cache, in 49 % of the bytes. Three bits lose a fifth of the needles, and two bits lose two thirds of the answers. Fast KVzip keeps all answers with a quarter of the entries, and 74 % with an eighth. Question gates, below, keep 91 % with an eighth of the entries, and 85 % in four bits. On the small decoders the other methods lose less. An accuracy has a standard error of at most 0.09, so a difference of a few percent decides nothing.
+# The grey line is 95 % of the full cache's answers. On SmolLM2 four bits for every token keep as many answers as the full cache, in 49 % of the bytes. Three bits lose a fifth of the needles, and two bits lose two thirds of the answers. Fast KVzip keeps all answers with a quarter of the entries, and 74 % with an eighth. Question gates, below, keep 91 % with an eighth of the entries, and 85 % in four bits. On the small decoders two bits and KVzip in four bits lose less. An accuracy has a standard error of at most 0.09, so a difference of a few percent decides nothing.
 #
 # ## Let questions teach the gates
 #
@@ -89,8 +89,8 @@ figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=8);
 # %%
 small, its = load(LEARNED)
 train, test = Tasks(its, "train"), Tasks(its, "test")
-KINDS = {"needles, which teach": ("needle", {}), "needles that are words": ("needle", dict(numbers=0)),
-         "pairs": ("pairs", {})}
+KINDS = {"needles, which teach": ("needle", {}),
+         "needles that are words": ("needle", dict(numbers=0)), "pairs": ("pairs", {})}
 batches = {kind: test.batch(task, 0, 32, 256, **given) for kind, (task, given) in KINDS.items()}
 plain = torch.from_numpy(test.batch("plain", 0, 16, 256).tokens)
 judge = Benchmark.read(small, batches, plain)
@@ -99,26 +99,27 @@ asked = [of_task(batch, i) for i in range(32)]
 
 # %%
 gates = taught(small, asked, fit(*lessons(small, train, documents=8)), steps=1)
-curve, steps = {kind: [] for kind in ("plain", *KINDS)}, (0, 5, 10, 20, 30, 60, 90)
-for start, end in zip(steps, steps[1:]):
+curve, steps = {kind: [] for kind in ("plain", *KINDS)}, (1, 5, 10, 20, 30, 60)
+for before, step in zip((1, *steps), steps):
+    if step > before:
+        gates = taught(small, asked, **gates, steps=step - before, seed=before)
     right, text = judge.measured(small, maker(small, QuestionGates, 1 / 16, **gates))
     for kind in KINDS:
         curve[kind].append(right[f"{kind}_agnostic"].mean())
     curve["plain"].append(text["kl"].mean())
-    gates = taught(small, asked, **gates, steps=end - start, seed=start)
 
 # %%
 kl = curve.pop("plain")
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
 for kind, found in curve.items():
-    axes[0].plot(steps[:-1], found, "o-", label=kind)
+    axes[0].plot(steps, found, "o-", label=kind)
 axes[0].set(xlabel="steps", ylabel="found, question later", ylim=(0, 1.05))
 axes[0].legend()
-axes[1].plot(steps[:-1], kl, "o-", color="0.4")
-axes[1].set(xlabel="steps", ylabel="KL of plain text, nats a token", ylim=(0, None));
+axes[1].plot(steps, kl, "o-", color="0.4")
+axes[1].set(xlabel="steps", ylabel="KL of plain text, nats a token", ylim=(0, 1.3));
 
 # %% [markdown]
-# Sixty steps on 32 texts take the needles found from 0.66 to 1.00. Nobody taught pairs, and they follow. Words follow less far: gates learn what a value looks like, and these have seen numbers alone. So the recipe has words, too, and names and dates. Plain text loses nothing.
+# Sixty steps on 32 texts take the needles found from 0.66 to 1.00. Nobody taught pairs, and they follow. Words follow less far: gates learn what a value looks like, and these have seen numbers alone. So the recipe has words, too, and names and dates. Plain text loses no more than before.
 #
 # ## What do the gates keep?
 #
@@ -155,7 +156,7 @@ axes[1].set(xlabel="heads, the fullest first", ylim=(0, None))
 axes[1].legend();
 
 # %% [markdown]
-# Both methods keep the first token, a sink, in nearly all heads, and the same few layers hold most entries. KVzip fills its fullest heads and leaves 60 of 90 nearly empty. The gates leave every head a little, most of all the newest tokens, and drop small words first.
+# Both methods keep the first token, a sink, in a third of the heads or more, and the same few layers hold most entries. KVzip fills its fullest heads and leaves 60 of 90 nearly empty. The gates leave every head a little, most of all the newest tokens.
 #
 # ## Questions of another kind
 #
@@ -167,11 +168,11 @@ scores = question_table.wide(ruler[ruler.setting == "agnostic"], "score")
 print(question_table.shown(question_table.percentages(scores)))
 
 # %% [markdown]
-# With an eighth of the entries, KVzip, its imitation Fast KVzip and the gates keep about the same. With less they part: KVzip keeps what repeats the whole text, and the gates keep what answers. A thirty-second of the entries is 27 tokens a head, and keeps 91 % of the score; stored in four bits (`question_gates@4`), it is 1 % of the full cache's bytes. What the gates lose first are several values of one key (RESULTS.md, `ruler`, multivalue). SnapKV, AdaKV and ChunkKV score the entries by the text's last queries, which do not know what will be asked. Compactor takes keys unlike the others; a quarter of them keeps a third of the score.
+# With an eighth of the entries, KVzip, its imitation Fast KVzip and the gates keep about the same. With less they part: KVzip keeps what repeats the whole text, and the gates keep what answers. A thirty-second of the entries is 27 tokens a head, and keeps 91 % of the score; stored in four bits (`question_gates@4`), it is 1 % of the full cache's bytes. With so few, several values of one key are lost first (RESULTS.md, `ruler`, multivalue). SnapKV, AdaKV and ChunkKV score the entries by the text's last queries, which do not know what will be asked. Compactor takes keys unlike the others; a quarter of them keeps a third of the score.
 #
 # ## Where they fail
 #
-# *learned* can go on with four facts of a text, of held-out words, whose value is a number, a word or a name. The table has the share that it still finds with an eighth of the entries.
+# *learned* can complete "The code of KEY is" for four facts of a text. Their values are numbers, words or names of people. The table has the share that is right, for the full cache and with an eighth of the entries.
 
 # %%
 kinds = question_table.frame_of_rows(rows("kinds_learned"))
@@ -179,7 +180,7 @@ some = kinds[kinds.keep.isin([100, 12.5])]
 print(some.pivot_table("score", "method", "task", lambda x: f"{x.mean():.2f}", sort=False))
 
 # %% [markdown]
-# Numbers and words are in the recipe, names of two words are not: of the recipe's natural questions, which have some, this decoder answers hardly any, and what it cannot answer does not teach. So the gates drop names that Fast KVzip and KVzip keep. On SmolLM2, which answers them, names are kept, in wordings that taught and in others (RESULTS.md, `kinds_smollm2`). Gates learn what a value looks like, more than how it is asked.
+# The gates keep numbers and words, of which the recipe has many that this decoder answers. They drop names, which KVzip keeps. What the full cache cannot answer does not teach, and of the recipe's texts with names this decoder answers few. On SmolLM2 the gates keep names, in wordings that taught and in others (RESULTS.md, `kinds_smollm2`): they have learned what values look like, more than how one asks.
 #
 # ## Why two bits break
 #
@@ -236,7 +237,7 @@ for name, variant in pick(NAMES.split()).items():
     print(f"{name:16}", *(f"{x / y:8.2f}" for x, y in zip(found, unit)))
 
 # %% [markdown]
-# KVzip's reread is its price. Gates are learned once, in up to ten minutes. Then reading takes little longer than with the full cache. On this short text, and one core, hardly a step is faster than the full cache's: weights and small operators take most of the time, heads of different lengths are read one by one, and few bits must become numbers again.
+# KVzip's reread is its price. Gates are learned once, in up to ten minutes. Then reading takes little longer than with the full cache. On this short text, and one core, a step takes about as long as the full cache's, and in four bits longer: weights and small operators take most of the time, heads of different lengths are read one by one, and few bits must become numbers again. Times differ from run to run.
 #
 # Where does a step's time go? It reads each weight and each entry once. The decoder's file has 4 bits a weight, and `load` keeps them as they are for steps (`nanollm/block_linear.py`); beside it stands the same decoder in 32 bits. The caches below hold random entries, all of 512 or of 4,096 tokens or a quarter of them. Products with the weights and attention are timed alone; the rest of a step are small operators: norms, rotations, sums, and Python.
 
@@ -294,14 +295,14 @@ for name, (short, few, long, some) in ms.items():
           f"tokens, {faster[1]:.2f} times after 4,096")
 
 # %% [markdown]
-# In 32 bits a step reads 538 MB of weights, so what is saved of the cache hardly shows. In 4 bits the weights are 100 MB, and after 4,096 tokens attention takes about half of the step: now a quarter of the entries shows. After 512 tokens it does not, in either form: weights and small operators do not shrink with the cache. RESULTS.md, `cost`, has the times for 4,096 tokens, and `speed` for eight prompts at once.
+# In 32 bits a step reads 538 MB of weights, beside which the cache is small. In 4 bits the weights are 100 MB, and after 4,096 tokens attention takes about half of the step: now a quarter of the entries shows most. After 512 tokens it shows little, in either form: weights and small operators do not shrink with the cache. RESULTS.md, `cost`, has the times for 4,096 tokens, and `speed` for eight prompts at once.
 #
 # ## Ask in your own words
 #
-#     python -m nanollm compress --model smollm2 --method question_gates@4 --keep 25 --file BOOK --out book.cache
-#     python -m nanollm ask book.cache "How many steps lead to the lamp?"
+#     python -m nanollm compress --model smollm2 --method question_gates@4 --keep 25 --file TEXT --out text.cache
+#     python -m nanollm ask text.cache "How many steps lead to the lamp?"
 #
-# These commands do what the next cell does. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`). If the whole cache would not fit into memory, `--evict-early` lets `compress` evict after every 512 tokens (RESULTS.md, `early`).
+# These commands do what the next cell does. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`). A text may have 8,192 tokens with question and answer. If its whole cache would not fit into memory, `--evict-early` lets `compress` evict after every 512 tokens (RESULTS.md, `early`).
 
 # %%
 QUESTIONS = ("How many steps lead to the lamp?", "Who is the oldest member of the choir?",
@@ -334,11 +335,11 @@ compare(f"--questions {folder}/velm.jsonl --figure {folder}/velm.png --model smo
         "--dtype float32 --keep 50 25 --methods snap_kv question_gates@4".split())
 
 # %% [markdown]
-# The full cache answers one question of four, so the command says that these cannot judge, and gives no mean. −log p of the right answer still tells something: it moves before an answer turns wrong. Behind the gates it is lower than behind the full cache, and two answers are right: this model has 135 million parameters, and wanders off less if there is less to read. The donkey stays in the choir. Lost entries do not leave a gap. They leave a fluent, wrong sentence, and it looks like the mistakes that the model makes anyway.
+# The full cache answers one question of four, so the command says that these cannot judge, and gives no mean. −log p of the right answer still tells something: it moves before an answer turns wrong. Behind the gates it is lower than behind the full cache, and more answers are right: this model has 135 million parameters, and wanders off less if what it reads is what one asks for. The donkey gets the singer's name. Lost entries do not leave a gap. They leave a fluent, wrong sentence, and it looks like the mistakes that the model makes anyway.
 #
 # ## Three things to remember
 #
-# 1. One reading is enough. With an eighth of the entries, gates that have learned from questions answer nine tenths or more of what the full cache answers, on three decoders. Four bits on top cost a few percent.
+# 1. One reading is enough. With an eighth of the entries, gates that have learned from questions answer nine tenths or more of what the full cache answers of the first figure's tasks, on three decoders. Four bits on top cost up to 6 percent.
 # 2. What these gates learned carries over to RULER's questions, and to natural ones about other passages (RESULTS.md, `natural`). It need not carry over to yours: ask them, or teach them (`python -m nanollm teach`).
 # 3. Ask your own questions before you trust a share. What is lost comes back as a fluent mistake.
 #
@@ -349,6 +350,6 @@ compare(f"--questions {folder}/velm.jsonl --figure {folder}/velm.png --model smo
 # 2. Round the four worst channels of each head to eight bits and the others to two. What does it cost, and what does it save?
 #    <details><summary>Hint</summary>The cell above ranks the channels; <code>rounded</code> takes any part of them.</details>
 # 3. Teach the gates a kind of your own. Write eight texts or more with a few questions each into a file, as above, and run `python -m nanollm teach --model smollm2 --questions FILE --calibration FOLDER`. What is won on the half that did not teach? What is lost on questions made by rule, and on plain text?
-#    <details><summary>Hint</summary>The command prints all three; <code>- before</code> is the difference to the gates that ship, paired by text. With few texts try <code>--steps 60</code>.</details>
-# 4. Which part of the recipe teaches what? `python -m lab.lessons --model nanollm/tiny_learned --without labels --calibration FOLDER` makes gates without one, in a minute. Then `python -m nanollm --model nanollm/tiny_learned --methods question_gates --keep 6.25 --calibration FOLDER` asks for needles, pairs and labels.
-#    <details><summary>Hint</summary>Other parts are needle, words, pairs, pairs_of_words and copy. Do labels need labels, or do pairs teach them, too?</details>
+#    <details><summary>Hint</summary>The command prints all three, before and after. −log p of the right answer tells more than few answers do. With few texts try <code>--steps 60</code>.</details>
+# 4. Which part of the recipe teaches what? Train gates of *learned* without one, in a minute, and ask for needles, pairs and labels as above.
+#    <details><summary>Hint</summary><code>taught(small, lab.lessons.lessons(train, small.config, "labels"), fit(…))</code>. Other parts are needle, words, pairs, pairs_of_words, copy, made, natural and plain.</details>

@@ -57,7 +57,7 @@ def done(typed, tmp_path_factory):
             folder=folder, small=small
         )
         line = f"{command} {more}".replace("COPY", f"{folder}/copy").replace(
-            "BOOK", f"{ROOT}/LICENSE"
+            "TEXT", f"{ROOT}/LICENSE"
         )
         line = line.replace("ruler.jsonl", str(asked))
         words = shlex.split(line.replace("FILE", str(page)))

@@ -60,7 +60,7 @@ class Compactor(Method):
         """Return the scores (B, H, T) of the prompt's entries."""
         T = layer.length
         q = layer.notes.get("window")
-        if q is None or q.shape[3] < T:
+        if q is None or min(T, q.shape[3]) < layer.seen:
             raise ValueError(
                 "Compactor needs the queries of all turns, which are gone; compress once, or use "
                 "key_diff"

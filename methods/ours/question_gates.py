@@ -175,9 +175,9 @@ def chosen(
 
     soft = ((ranked - theta) / tau).sigmoid()
     slope = soft * (1 - soft) / tau
-    layers = (1, 2, 3)  # all entries of a text
-    moved = (slope * s).sum(layers, keepdim=True)
-    s = s - moved / slope.sum(layers, keepdim=True)
+    dims = (1, 2, 3)  # all entries of a text
+    moved = (slope * s).sum(dims, keepdim=True)
+    s = s - moved / slope.sum(dims, keepdim=True)
     return (ranked >= theta).to(s) + slope * (s - s.detach())
 
 

@@ -60,6 +60,7 @@ def test_evicting_while_reading_keeps_what_has_the_highest_scores_so_far():
     options = dict(budget=9, gates=GATES, recent=3, sinks=2)
     caches = make_cache(model, FastKVzip, **options)
     prefill_evicting(model, TOKENS, caches, piece=8)
+    end(*caches)
     by_hand = make_cache(model, FastKVzip, **options)
     for stop in range(8, 41, 8):
         prefill(model, TOKENS[:, stop - 8 : stop], by_hand)
