@@ -112,7 +112,7 @@ def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
     head = json.dumps(about, indent=1, ensure_ascii=False)
     lines = []
     for row in rows:
-        if "keep_ratio" in row:
+        if "each" in row:
             each = row["each"].items()
             row = row | dict(
                 each={name: [round(x, 4) for x in xs] for name, xs in each}
@@ -125,6 +125,9 @@ def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
 
 def shown(command: str, found: list[dict]) -> str:
     """Return the rows of a command as text. SystemExit if RENDERERS lacks the command."""
+    for beginning, renderer in RENDERERS.items():
+        if command.startswith(beginning):
+            return renderer.show(found)
     if "score" in found[0]:
         frame = question_table.frame_of_rows(found)
         if "kvpress" in command:
@@ -135,9 +138,6 @@ def shown(command: str, found: list[dict]) -> str:
         quarter = [row for row in found if row["keep_ratio"] in (None, 0.25)]
         lines = [table.show(row) for row in quarter]
         return "\n".join([table.header(quarter[0]), *lines])
-    for beginning, renderer in RENDERERS.items():
-        if command.startswith(beginning):
-            return renderer.show(found)
     raise SystemExit(
         f"error: nothing lays out the rows of `{command}`; add its module to RENDERERS"
     )

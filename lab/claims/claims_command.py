@@ -1,18 +1,20 @@
 """python -m nanollm claims: test the papers' claims on trained models, yours included.
 
-    python -m nanollm claims                                  both shipped decoders: two minutes
-    python -m nanollm claims --model smollm2                  a pretrained decoder: 15 minutes
+    python -m nanollm claims                                  both shipped decoders: N minutes
+    python -m nanollm claims --model smollm2                  a pretrained decoder: N minutes
     python -m nanollm claims --model FOLDER --claims P6 C1    your model beside these three
+    python -m nanollm claims --model FOLDER --keep 25         at one keep ratio in place of four
 
 Beside your model, the other columns are those of lab/stored/claims.json, which the first two
 commands wrote, unless you choose other documents, another text, length or seed. Each claim about a
-trained model has a rule: conditions on measured numbers. The table of a claim has a column for each
-model, the verdict by the rule, and the numbers. A number within two standard errors of its limit
-leaves the claim undecided (CLAIMS.md). "built" is nanollm/tiny, whose initial weights contained
-retrieval heads; "learned" is nanollm/tiny_learned.
+trained model has a rule: conditions on measured numbers, at several keep ratios. The table of a
+claim has a column for each model, a mark for each keep ratio, and the numbers. A number within two
+standard errors of its limit leaves the claim undecided (CLAIMS.md). "built" is nanollm/tiny, whose
+initial weights contained retrieval heads; "learned" is nanollm/tiny_learned.
 """
 
 import argparse
+from itertools import product
 import json
 import os
 from pathlib import Path
@@ -37,8 +39,8 @@ def main(argv: list[str]):
         before = command_line.check_output(args.json, "findings", is_ours)
     text = command_line.read_text(args.text) if args.text else None
 
-    from lab.claims.claims_renderer import listed, show
-    from lab.claims.rules import CLAIMS, judge
+    from lab.claims.claims_renderer import LEGEND, listed, show
+    from lab.claims.rules import CLAIMS, judge, keep_ratios
 
     names = [*dict.fromkeys(args.claims or CLAIMS)]
     for name in names:
@@ -54,7 +56,7 @@ def main(argv: list[str]):
         folders[own] = args.model
         if text is None:
             stored = stored_rows(args, own)
-    known = {model for _, model in stored}
+    known = {model for _, model, _ in stored}
     models = {*known, *folders}
     columns = [x for x in dict.fromkeys((SMOLLM2, *folders)) if x in models]
     # the threads that stay are those of --model, the last
@@ -63,20 +65,22 @@ def main(argv: list[str]):
         for label, folder in folders.items()
         if label not in known
     }
-    print(f"Seed {args.seed}. Numbers are means ± one standard error.\n")
+    print(f"Seed {args.seed}. Numbers are means ± one standard error. {LEGEND}\n")
 
     claims = listed()
+    asked = [percent / 100 for percent in args.keep]
     rows = []
     for name in tqdm(names, unit="claim", leave=False, disable=None):
-        words = dict(claim=name, says=claims[name].says, rule=claims[name].rule)
         size = dict(documents=args.documents, tokens=args.length, seed=args.seed)
         found = []
-        for label in columns:
-            row = stored.get((name, label))
-            if row is None:
-                finding = judge(name, subjects[label])
-                row = words | dict(model=label) | size | finding._asdict()
-            found.append(row)
+        for label, keep in product(columns, keep_ratios(name, asked)):
+            row = stored.get((name, label, keep))
+            if row is None and label in subjects:
+                finding = judge(name, subjects[label], keep)
+                row = dict(claim=name, rule=claims[name].rule, model=label)
+                row |= dict(keep_ratio=keep) | size | finding._asdict()
+            if row:
+                found.append(row)
         tqdm.write(show(found, rule=True) + "\n")
         rows += found
         if args.json:
@@ -99,6 +103,14 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         metavar="ID",
         help="the claims to test; default: all that have a rule",
+    )
+    option(
+        "--keep",
+        nargs="+",
+        type=float,
+        default=[50, 25, 12.5, 6.25],
+        metavar="PERCENT",
+        help="keep ratios at which the claims are judged; default 50 25 12.5 6.25",
     )
     option(
         "--documents",
@@ -128,6 +140,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     option("--json", type=Path, help="write the findings to this file, claim by claim")
     args = parser.parse_args(argv)
     check_seed(args.seed)
+    for percent in args.keep:
+        command_line.check_keep(percent)
     whole("documents", args.documents, 2)
     whole("length", args.length, 128)
     return args
@@ -138,14 +152,17 @@ def is_ours(data: bytes) -> bool:
     return command_line.are_rows(data, {"claim", "rule", "model", "verdict"})
 
 
-def stored_rows(args: argparse.Namespace, own: str) -> dict[tuple[str, str], dict]:
-    """Return the stored findings of the same size and seed, but for one's own model's."""
+def stored_rows(args: argparse.Namespace, own: str) -> dict[tuple, dict]:
+    """Return the stored findings of the same size and seed, but for one's own model's.
+
+    The keys are claim, model and keep ratio.
+    """
     asked = args.documents, args.length, args.seed
     found = {}
     for row in json.loads(STORED.read_text())["rows"]:
         size = row["documents"], row["tokens"], row["seed"]
         if size == asked and row["model"] != own:
-            found[row["claim"], row["model"]] = row
+            found[row["claim"], row["model"], row["keep_ratio"]] = row
     return found
 
 

@@ -33,20 +33,24 @@ METHODS["SnapKV+critical, stage 2 pooled"] = SnapKV, POOLED
 
 
 @torch.no_grad()
-def long_answer(model, texts: Tensor, *selections, **options) -> Tensor:
+def long_answer(model, texts: Tensor, keep: float, *selections) -> Tensor:
     """Return the KL of short prompts and long answers, (selections, texts).
 
     As in Table 7, a sixteenth of each text (B, T) is the prompt, and the rest is the answer.
-    Whenever the cache holds half of the text, it is compressed to an eighth; in between it only
-    appends. options: SnapKV's.
+    Whenever the cache holds half of the text, the share `keep` of that stays; in between the cache
+    only appends. ValueError if the observation window fills the budget.
     """
     T = texts.shape[1]
+    held = T // 2
+    budget = round(keep * held)
+    window = WINDOW["window_size"]
+    if budget <= window:
+        raise ValueError(f"the window's {window} entries fill the budget of {budget}")
     full = model(texts[:, :-1])[:, T // 16 :].log_softmax(-1)
-    turns = [0, T // 16, *range(T // 2, T - 1, T // 2 - T // 8), T - 1]
+    turns = [0, T // 16, *range(held, T - 1, held - budget), T - 1]
     found = []
     for select in selections:
-        given = dict(budget=T // 8, select=select) | WINDOW | options
-        caches = make_cache(model, SnapKV, **given)
+        caches = make_cache(model, SnapKV, budget=budget, select=select, **WINDOW)
         logits = []
         for start, end in pairwise(turns):
             begin_turn(caches)

@@ -26,14 +26,13 @@ ASKED = {
     "unmarked long needle": (Unmarked, "needle", dict(facts=1, numbers=4)),
 }
 PART = 16  # documents or texts that a process measures at once
-LARGE = 10**9  # parameters
+KEEP = 0.5, 0.25, 0.125, 0.0625  # shares of the entries that stay
 
 # verdicts
 HOLDS = "holds"
 NOT = "does not hold"
 OPEN = "undecided"
 UNFIT = "this model cannot judge it"
-UNTESTED = "not testable here"
 
 Number = tuple[float, float]  # a mean and its standard error
 
@@ -81,16 +80,11 @@ def within(x: Number, limit: float) -> str:
 
 
 def both(*verdicts: str) -> str:
-    """Return the verdict of conditions that must all hold; untestable ones are left out."""
-    for verdict in NOT, OPEN, HOLDS:
+    """Return the verdict of conditions that must all hold."""
+    for verdict in NOT, OPEN:
         if verdict in verdicts:
             return verdict
-    return UNTESTED
-
-
-def of_large(model, verdict: str) -> str:
-    """Return the verdict if the model has a billion parameters, else "not testable here"."""
-    return verdict if sum(x.numel() for x in model.parameters()) >= LARGE else UNTESTED
+    return HOLDS
 
 
 # ---- a model, and measurements that several claims share ----
@@ -178,29 +172,13 @@ class Subject:
         ]
         return torch.stack(right).mean(0)
 
-    def facts(self, name: str, keep_ratio: float | None = None, **more) -> Tensor:
-        """Return the needles and pairs that a method of METHODS finds, query-aware.
-
-        keep_ratio None: at `tight`.
-        """
+    def facts(self, name: str, keep_ratio: float, **more) -> Tensor:
+        """Return the needles and pairs that a method of METHODS finds, query-aware."""
         kind, options = METHODS[name]
-        keep_ratio = keep_ratio or self.tight
         return self.answered(kind, keep_ratio, "needle", "pairs", **options | more)
 
-    @cached_property
-    def tight(self) -> float:
-        """Return the least keep ratio at which SnapKV finds half of what the full cache does.
-
-        It is 1/16, 1/8, 1/4 or, if none of these suffices, 1/2.
-        """
-        full = self.answered(Method, None, "needle", "pairs")
-        for keep_ratio in 1 / 16, 1 / 8, 1 / 4:
-            if self.facts("SnapKV", keep_ratio).mean() >= full.mean() / 2:
-                return keep_ratio
-        return 1 / 2
-
     def agnostic(
-        self, kind: type[Method], keep_ratio: float | None = 0.25, **options
+        self, kind: type[Method], keep_ratio: float | None, **options
     ) -> Tensor:
         """Return the needles found if the question comes after the compression."""
         return self.answered(kind, keep_ratio, "needle", setting="agnostic", **options)
@@ -228,7 +206,7 @@ class Subject:
             name: torch.cat([part[name] for part in measured]).cpu() for name in names
         }
 
-    def of_text(self, name: str, keep_ratio: float = 0.25) -> dict[str, Tensor]:
+    def of_text(self, name: str, keep_ratio: float) -> dict[str, Tensor]:
         """Return `continued` for a method of METHODS, with `l1_alone`.
 
         It is ‖o − ô‖₁ (texts, L, H·G) with only one layer compressed; `l1` is that with the layers
@@ -237,9 +215,9 @@ class Subject:
         kind, options = METHODS[name]
         return self.continued(kind, keep_ratio, alone=True, **options)
 
-    def kl(self, kind: type[Method], **options) -> Tensor:
-        """Return each text's KL, (texts,), at a quarter of the bytes and without slack."""
-        return self.continued(kind, 0.25, **dict(slack=0) | options)["kl"]
+    def kl(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
+        """Return each text's KL, (texts,), at this share of the bytes and without slack."""
+        return self.continued(kind, keep_ratio, **dict(slack=0) | options)["kl"]
 
     def rise(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
         """Return by how much −log p of the true tokens rises, in nats a token, (texts,)."""
@@ -249,17 +227,19 @@ class Subject:
 
     # ---- heads ----
 
-    def heads(self, measure: Callable) -> Tensor:
-        """Return measure(*`seen_by_window`), a number for each needle prompt, (documents,)."""
+    def heads(self, measure: Callable) -> list:
+        """Return measure(*`seen_by_window`) of each needle prompt."""
         device = self.model.embed.weight.device
         prompts = []
         for part in self.recorded("needle"):
             batch = part.batches["needle"]
             tokens = torch.from_numpy(batch.tokens[:, : batch.answers[0].start])
             prompts += tokens.to(device).split(1)
-        return torch.stack(
-            self.spread(
-                lambda prompt: measure(*seen_by_window(self.model, prompt, 8)).cpu(),
-                prompts,
-            )
+        return self.spread(
+            lambda prompt: measure(*seen_by_window(self.model, prompt, 8)), prompts
         )
+
+    @cached_property
+    def weights_and_norms(self) -> list[tuple[Tensor, Tensor]]:
+        """Return A and ‖𝒱‖₁ of each needle prompt, (1, L, query heads, T) each."""
+        return self.heads(lambda A, norms, values: (A, norms))

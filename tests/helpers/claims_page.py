@@ -4,9 +4,20 @@ import json
 from pathlib import Path
 import re
 
-from lab.claims.claims_renderer import FOLDER, MODELS, Claim, parse, texts
-from lab.claims.rules import CLAIMS
-from lab.claims.subject import UNTESTED
+from lab.claims.claims_renderer import (
+    FOLDER,
+    MODELS,
+    QUARTER,
+    RULED,
+    UNTESTED,
+    Claim,
+    curve,
+    marks,
+    parse,
+    percent,
+    texts,
+)
+from lab.claims.rules import CLAIMS, keep_ratios
 from nanollm.gguf import SMOLLM2
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +50,14 @@ def check(
     tested = {claim.id for claim in claims if claim.verdict != UNTESTED} - ruled.keys()
     recorded = {name for name, _ in PLACEHOLDER.findall(text)}
     half_ruled = ruled.keys() ^ CLAIMS.keys()
-    decided = {(name, model, rule) for name, rule in ruled.items() for model in MODELS}
-    rows = {(row["claim"], row["model"], row["rule"]) for row in stored}
+    decided = {
+        (name, model, keep, rule)
+        for name, rule in ruled.items()
+        for model in MODELS
+        for keep in keep_ratios(name)
+    }
+    keys = "claim", "model", "keep_ratio", "rule"
+    rows = {tuple(row[key] for key in keys) for row in stored}
     wrong = {
         "claims without a test": tested - tests.keys(),
         "markers of unknown claims": tests.keys() - ids,
@@ -57,19 +74,18 @@ def check(
 
 def of_claim(claim: Claim, tests: set[str], rows: list[dict]) -> tuple[str, str]:
     """Return a claim's row of the table, and its details with links to its tests and notebook."""
-    by_rule = {row["model"]: row["verdict"] for row in rows}
-    decided = ""
-    if len({*by_rule.values()}) > 1:
-        each = "; ".join(f"*{model}*: {by_rule[model]}" for model in MODELS)
-        decided = f"{claim.rule} The verdict turns with the decoder. {each}."
-    elif rows:
-        decided = f"{claim.rule} All three decoders: {rows[0]['verdict']}."
+    by_model = {}
+    for row in rows:
+        by_model.setdefault(row["model"], []).append(row)
+    verdict = claim.verdict
+    if verdict == RULED:
+        verdict = curve(by_model[SMOLLM2])
 
     cells = (
         f"[{claim.id}](#{claim.id.lower()})",
         claim.says,
-        claim.verdict,
-        *(by_rule.get(model, "") for model in MODELS),
+        verdict,
+        *(marks(by_model.get(model, [])) for model in MODELS),
         claim.number,
     )
     row = " | ".join(cell.replace("|", r"\|") for cell in cells)
@@ -78,7 +94,7 @@ def of_claim(claim: Claim, tests: set[str], rows: list[dict]) -> tuple[str, str]
     links = [f"[{Path(file).stem}]({file})" for file in files]
     if lesson(claim):
         links.append(f"[notebook {claim.notebook}]({lesson(claim)})")
-    parts = f"### {claim.id}", claim.details, decided, "; ".join(links)
+    parts = f"### {claim.id}", claim.details, claim.rule, "; ".join(links)
     return f"| {row} |", "\n\n".join(filter(None, parts))
 
 
@@ -92,8 +108,10 @@ def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
     values = {}
     for row in stored:
         decoder = "" if row["model"] == SMOLLM2 else f" @{row['model']}"
+        keep = row["keep_ratio"]
+        at = "" if keep in QUARTER else f" at {percent(keep)}"
         for number, (x, error) in row["numbers"].items():
-            name = f"{row['claim']}.{number}{decoder}"
+            name = f"{row['claim']}.{number}{at}{decoder}"
             values[name] = x
             values[f"{name} ±"] = error
     for node, name, value in recorded:
