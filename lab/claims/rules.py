@@ -16,7 +16,6 @@ from functools import cache, partial
 import numpy as np
 import torch
 from torch import Tensor
-import torch.nn.functional as F
 
 from lab.benchmark import check_size
 from lab.claims.compared_methods import (
@@ -57,13 +56,9 @@ from methods.scissorhands import Scissorhands
 from methods.theory.perturbation import (
     algorithm_1,
     assumption_1,
-    masked_attention,
-    theta,
 )
 from methods.theory.sketch_error import printed_bound, relative_error
-from nanollm.attention import probabilities
-from nanollm.cache import Method, compress, make_cache
-from nanollm.ranking import indices
+from nanollm.cache import Method, compress
 from nanollm.tokenizer import boundaries
 
 LITTLE = 0.02  # a rise of −log p, in nats a token, that still counts as no cost
@@ -71,48 +66,6 @@ LEAST_SAVED = 0.187  # the least that Figure 1 prints, of SnapKV with 128 entrie
 
 
 # ---- CriticalKV ----
-
-
-def P2(on: Subject) -> Finding:
-    """Compare attention after evicting a random half with masked, renormalised attention."""
-    generator = torch.Generator().manual_seed(on.seed)
-    differences = []
-    layers = zip(make_cache(on.model), on.text.recording, on.text.continuation)
-    for layer, prompt, later in layers:
-        q, k, v, pos = next(later.split(1))
-        layer.write(*(x.to(q.device) for x in prompt[1:]))
-        stays = torch.rand(layer.pos.shape, generator=generator) < 0.5
-        stays = stays.to(q.device)
-
-        # masked: all slots are there
-        keys = torch.cat((layer.k, k), 2)
-        values = torch.cat((layer.v, v), 2).unsqueeze(2)
-        p = probabilities(q, keys)
-        stays_too = F.pad(stays, (0, 1), value=True)[:, :, None, None]
-        y = (masked_attention(p, stays_too) @ values).flatten(1)
-
-        layer.keep(indices(stays))
-        evicted = layer.attend(q, k, v, pos).flatten(1)
-        differences.append((y - evicted).abs().amax(1) / y.abs().amax(1))
-    largest = mean(torch.stack(differences).amax(0))
-    limit = 100 * torch.finfo(y.dtype).eps
-    return Finding(below(largest, limit), {"largest difference": largest})
-
-
-def P3(on: Subject) -> Finding:
-    """Measure L and θ of every head at a quarter of the entries."""
-
-    def largest(A: Tensor, norms: Tensor, values: Tensor) -> Tensor:
-        # SmolLM2 has heads that give evicted entries 1e-9 of A
-        A = A.double()
-        A = A / A.sum(-1, keepdim=True)
-        kept = torch.logical_or(*algorithm_1(A, norms, round(A.shape[-1] / 4)))
-        change = (A - masked_attention(A, kept)).to(values)
-        L = (change.unsqueeze(-2) @ values).abs().sum((-2, -1))
-        return (L / theta(A, norms, kept)).amax()
-
-    most = mean(torch.stack(on.heads(largest)))
-    return Finding(below(most, 1 + 1e-4), {"largest L / θ": most})
 
 
 def P5(on: Subject, keep: float) -> Finding:
@@ -133,7 +86,7 @@ def P6(on: Subject, keep: float) -> Finding:
         first, _ = algorithm_1(A, norms, round(keep * A.shape[-1]))
         return (assumption_1(A, first) > 0.5)[0, 1:].double().mean()
 
-    share = mean(torch.stack([beyond(*x) for x in on.weights_and_norms]))
+    share = mean(torch.stack([beyond(*x) for x in on.heads]))
     return Finding(above(share, 0.95), {"heads with σ > 1/2": share})
 
 
@@ -498,8 +451,6 @@ def S9(on: Subject, keep: float) -> Finding:
 
 
 JUDGED = [
-    P2,
-    P3,
     P5,
     P6,
     P7,
@@ -524,12 +475,11 @@ JUDGED = [
     S9,
 ]
 CLAIMS = {rule.__name__: rule for rule in JUDGED}
-WITHOUT_KEEP = "P2", "P3", "S7"  # rules that have no keep ratio
 
 
 def keep_ratios(claim: str, asked: Iterable[float] = KEEP) -> list[float | None]:
     """Return the keep ratios at which a claim is judged."""
-    return [None] if claim in WITHOUT_KEEP else [*asked]
+    return [None] if claim == "S7" else [*asked]
 
 
 @torch.no_grad()

@@ -227,19 +227,18 @@ class Subject:
 
     # ---- heads ----
 
-    def heads(self, measure: Callable) -> list:
-        """Return measure(*`seen_by_window`) of each needle prompt."""
+    @cached_property
+    def heads(self) -> list[tuple[Tensor, Tensor]]:
+        """Return A and ‖𝒱‖₁ of each needle prompt (`seen_by_window`)."""
         device = self.model.embed.weight.device
         prompts = []
         for part in self.recorded("needle"):
             batch = part.batches["needle"]
             tokens = torch.from_numpy(batch.tokens[:, : batch.answers[0].start])
             prompts += tokens.to(device).split(1)
-        return self.spread(
-            lambda prompt: measure(*seen_by_window(self.model, prompt, 8)), prompts
-        )
 
-    @cached_property
-    def weights_and_norms(self) -> list[tuple[Tensor, Tensor]]:
-        """Return A and ‖𝒱‖₁ of each needle prompt, (1, L, query heads, T) each."""
-        return self.heads(lambda A, norms, values: (A, norms))
+        def seen(prompt: Tensor) -> tuple[Tensor, Tensor]:
+            A, norms, _ = seen_by_window(self.model, prompt, 8)
+            return A, norms
+
+        return self.spread(seen, prompts)

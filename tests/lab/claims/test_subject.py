@@ -83,10 +83,3 @@ def test_nothing_is_measured_twice(on, monkeypatch):
     monkeypatch.setattr(type(on.model), "forward", None)
     assert on.right("needle", H2O, 0.25) is first[0]
     assert on.of_text("AdaKV", 0.25) is first[1]
-
-
-def test_heads_are_measured_on_each_needle_prompt(on):
-    def weight(A, norms, values):
-        return A.sum(-1).mean()
-
-    assert torch.stack(on.heads(weight)).tolist() == pytest.approx([1.0] * 3, rel=1e-4)
