@@ -19,7 +19,8 @@ Differs from the paper:
   2 − 1/σ, where σ is the weight that its stage 1 gathers. That factor is positive only if σ > 1/2
   (Assumption 1).
 
-Ours: `PooledCritical`. The paper pools the window scores of stage 1, but not those of stage 2.
+The paper pools the window scores of stage 1, but not those of stage 2. `PooledCritical` pools both, as
+the authors' code does, and is the paper's rule in all else.
 """
 
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Critical(Selection):
 
 @dataclass(frozen=True)
 class PooledCritical(Critical):
-    """Ours: stage 2 pools the window scores too."""
+    """Stage 2 pools the window scores too. NVIDIA/kvpress also pools both stages."""
 
     def second(
         self,

@@ -242,7 +242,7 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 #    <details><summary>Hint</summary>Set <code>rows, width = 1, 12</code>. With one row a token is right if it is alone in its slot, or if the others cancel.</details>
 # 2. Subtracting a token's true vector removes the token completely. KVReviver subtracts its *estimate* when the token moves out of the sketch. What happens to the others?
 #    <details><summary>Hint</summary><code>library.insert(token, *library.query(token), times=-1.0)</code> takes out an estimate. Claim R2 has the numbers for 120 tokens.</details>
-# 3. A sketch is linear: its slots are as many equations as there are slots. When can all tokens be computed exactly?
+# 3. A sketch is linear: each slot is one equation. When can all tokens be computed exactly?
 #    <details><summary>Hint</summary>If the tokens' patterns of signs are linearly independent, which needs at least as many slots as tokens. Put <code>sign</code> into a matrix of (slots, tokens), and call <code>torch.linalg.lstsq</code>.</details>
 # 4. Give neighbouring tokens the same slot: token $J$ goes to slot $\lfloor J b/a \rfloor$, and its reading is the mean of the slot. Is the error lower than that of the shrunk sketch?
 #    <details><summary>Hint</summary>No sketch is needed: <code>k.unflatten(2, (b, -1)).mean(3)</code> has the means. Repeat them and use <code>relative_error</code>.</details>

@@ -14,9 +14,11 @@
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 
 from lab.benchmark import mean_and_error, text_windows
+from lab.claims.claims_renderer import curve, listed
 from lab.claims.scissorhands_measured import observed
 from lab.continuation import continuation, perturbation, reference
 from lab.kept import held
@@ -233,16 +235,16 @@ axes[0].legend();
 #
 # ## Claims with several verdicts
 #
-# `python -m nanollm claims` judges the papers' claims by the same rules on all three. These verdicts differ:
+# `python -m nanollm claims` judges the papers' claims by the same rules on all three, with 50, 25, 12.5 and 6.25 % of the entries. These verdicts differ:
 
 # %%
-verdicts = {}
-for row in rows("claims"):
-    verdicts.setdefault((row["claim"], row["says"]), {})[row["model"]] = row["verdict"]
-for (claim, says), by_model in verdicts.items():
-    if len(set(by_model.values())) > 1:
-        print(f"{claim}: {says}")
-        print("   ", "; ".join(f"{name}: {verdict}" for name, verdict in by_model.items()))
+claims = listed()
+found = pd.DataFrame(rows("claims"))
+for claim, judged in found.groupby("claim", sort=False):
+    verdicts = {name: curve(part.to_dict("records")) for name, part in judged.groupby("model")}
+    if len(set(verdicts.values())) > 1:
+        print(f"{claim}: {claims[claim].says}")
+        print("   ", "; ".join(f"{name}: {verdict}" for name, verdict in verdicts.items()))
 
 # %% [markdown]
 # P6, P10 and P12 are the surprise: we had refuted them on *built*, and on SmolLM2 they hold. [CLAIMS.md](../CLAIMS.md) explains each rule. "Undecided" means that the documents were too few.

@@ -33,13 +33,13 @@ class FourBits(Scissorhands):
 @torch.no_grad()
 def attention_maps(model, tokens: Tensor) -> Tensor:
     """Return the weights of full attention for tokens (B, T): (L, B, H·G, T, T)."""
-    caches = make_cache(model, store=Recorder)
-    recordings = record(model, caches, tokens)
+    recordings = record(model, make_cache(model, store=Recorder), tokens)
+    windows = getattr(model, "windows", [None] * len(recordings))
     maps = []
-    for layer, part in zip(caches, recordings):
-        mask = visible(layer.pos, None, part.pos.to(layer.pos.device))
-        p = probabilities(part.q.to(layer.k.device), layer.k, mask)
-        maps.append(p.flatten(1, 2))
+    for part, sliding in zip(recordings, windows):
+        mask = visible(part.pos[:, None], None, part.pos, sliding)
+        p = probabilities(part.q, part.k, mask)
+        maps.append(p.flatten(1, 2).to(tokens.device))
     return torch.stack(maps)
 
 

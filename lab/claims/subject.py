@@ -202,9 +202,15 @@ class Subject:
             lambda part: part.continued(self.model, make, alone), parts
         )
         names = ["kl", "nll", "l1"] + ["l1_alone"] * alone
-        return {
-            name: torch.cat([part[name] for part in measured]).cpu() for name in names
-        }
+        found = {}
+        for name in names:
+            found[name] = torch.cat([part[name] for part in measured]).cpu()
+        windows = getattr(self.model, "windows", [])
+        if any(windows):  # methods do not compress layers that slide
+            full = [i for i, sliding in enumerate(windows) if sliding is None]
+            for name in names[2:]:
+                found[name] = found[name][:, full]
+        return found
 
     def of_text(self, name: str, keep_ratio: float) -> dict[str, Tensor]:
         """Return `continued` for a method of METHODS, with `l1_alone`.

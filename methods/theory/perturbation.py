@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from methods.critical_kv import part_of, two_stage, value_norms
-from nanollm.cache import make_cache
+from nanollm.cache import full_layers, make_cache
 from nanollm.generate import prefill
 from nanollm.ranking import top
 from nanollm.window import WindowMethod, window_rows
@@ -81,11 +81,13 @@ def seen_by_window(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return A, ‖𝒱‖₁ and 𝒱 of prompts (B, T); A is the mean over the last `window_size` queries.
 
-    A and ‖𝒱‖₁ are (B, L, query heads, T), 𝒱 is (B, L, query heads, T, d_model).
+    A and ‖𝒱‖₁ are (B, L, query heads, T), 𝒱 is (B, L, query heads, T, d_model). Layers that slide
+    are left out.
     """
     options = dict(budget=window_size + 1, window_size=window_size)
     caches = make_cache(model, WindowMethod, **options)
     prefill(model, tokens, caches)
+    caches = full_layers(caches)
     # (d_model, H, G, D)
     w_o = [cache.w_o.unflatten(1, (cache.k.shape[1], -1)) for cache in caches]
     values = [

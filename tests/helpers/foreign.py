@@ -41,10 +41,10 @@ def same(x, expected, atol=1e-5):
     torch.testing.assert_close(x, expected, atol=atol, rtol=0)
 
 
-def foreign_checkpoint(folder, kind="bytes"):
+def foreign_checkpoint(folder, kind="bytes", **other):
     """Save a tiny random Qwen3 and a tokenizer trained here; return the folder.
 
-    `from_hf` does not read this family.
+    `from_hf` does not read this family. other: options of its configuration.
     """
     model, pre, decoder, Trainer, more = KINDS[kind]
     tokenizer = Tokenizer(model)
@@ -66,7 +66,7 @@ def foreign_checkpoint(folder, kind="bytes"):
     )
     fast.save_pretrained(folder)
 
-    config = hf.Qwen3Config(
+    options = dict(
         vocab_size=len(fast),
         hidden_size=32,
         intermediate_size=48,
@@ -77,5 +77,6 @@ def foreign_checkpoint(folder, kind="bytes"):
         max_position_embeddings=1024,
     )
     torch.manual_seed(0)
-    hf.Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**options | other))
+    model.save_pretrained(folder)
     return folder

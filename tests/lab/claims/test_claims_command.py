@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from commands import refused
@@ -23,32 +24,44 @@ def run(folder, *options):
     return json.loads(file.read_text())
 
 
+WINDOWED = dict(
+    num_hidden_layers=3,
+    layer_types=["sliding_attention", "full_attention", "full_attention"],
+    use_sliding_window=True,
+    sliding_window=32,
+)
+
+
 @pytest.mark.slow
 def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, capsys):
-    folder = foreign_checkpoint(tmp_path / "model")
+    folder = foreign_checkpoint(tmp_path / "model", **WINDOWED)
     some = corpus.text("test")[::8]  # its tokenizer takes seconds for all
     monkeypatch.setattr(corpus, "text", lambda split: some)
     monkeypatch.setattr(claims_command, "SHIPPED", {})
     monkeypatch.setattr(rules, "COMPARED", ["SnapKV", "AdaKV", "PyramidKV"])
-    found = run(tmp_path, "--model", folder, "--documents", 2, "--length", 128)
+    size = "--documents", 2, "--length", 160, "--keep", 25
+    found = run(tmp_path, "--model", folder, *size)
     assert [row["claim"] for row in found] == [*CLAIMS]
     assert {row["model"] for row in found} == {f"{folder}/"}
+    assert {row["keep_ratio"] for row in found} == {0.25, None}
     why = {row["claim"]: row["why"] for row in found if row["verdict"] == UNFIT}
     # it answers nothing, and the texts are too short
-    assert [*why] == "P5 P8 C1 C2 R9 R10 R11 R12 R13 S8".split()
+    assert [*why] == "P5 P8 C1 C2 R9 R10 R12 R13 S8".split()
     assert "the full cache answers 0.00 of needle" in why["R10"]
-    assert all(row["numbers"] for row in found if row["verdict"] != UNFIT)
+    for row in found:
+        assert np.isfinite([*row["numbers"].values()]).all()
+        assert row["numbers"] or row["why"]
     out = capsys.readouterr().out
-    assert out.count(UNFIT) == 10
+    assert out.count(f"{folder}/: ") == 9
     assert all(f"\n{name}  " in out for name in CLAIMS)
 
 
 def test_beside_another_model_the_shipped_columns_are_the_stored_ones(
     checkpoint, tmp_path
 ):
-    found = run(tmp_path, "--claims", "P2", "--model", checkpoint)
-    assert found[:3] == [row for row in ROWS if row["claim"] == "P2"]
-    assert len(found) == 4
+    found = run(tmp_path, "--claims", "R6", "--model", checkpoint)
+    assert found[:12] == [row for row in ROWS if row["claim"] == "R6"]
+    assert [row["keep_ratio"] for row in found[12:]] == [0.5, 0.25, 0.125, 0.0625]
 
 
 @pytest.mark.parametrize(
@@ -56,10 +69,11 @@ def test_beside_another_model_the_shipped_columns_are_the_stored_ones(
     [
         (
             "--claims P6 P1",
-            "claim 'P1' cannot be tested on a model; choose from P2, P3",
+            "claim 'P1' cannot be tested on a model; choose from P5, P6",
         ),
         ("--length 16", "length 16 must be"),
         ("--seed -1", "seed -1"),
+        ("--keep 0", "--keep is 0 %"),
         ("--json foreign.json", "foreign.json holds something else"),
     ],
 )
