@@ -19,8 +19,8 @@ Differs from the paper:
   2 − 1/σ, where σ is the weight that its stage 1 gathers. That factor is positive only if σ > 1/2
   (Assumption 1).
 
-The paper pools the window scores of stage 1, but not those of stage 2. `PooledCritical` pools both, as
-the authors' code does, and is the paper's rule in all else.
+The paper pools the window scores of stage 1, but not those of stage 2. `PooledCritical` pools both,
+as the authors' code does, and is the paper's rule in all else.
 """
 
 from dataclasses import dataclass
