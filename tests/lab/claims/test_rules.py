@@ -36,9 +36,12 @@ KEEP = 0.25
 class Number:
     """A planted number of a method: with some options, at a keep ratio, in a setting."""
 
-    noise = 0.01  # documents differ by it from the mean
+    # Documents differ by so much from the mean, alike for all methods. So only paired errors are
+    # small enough for the verdicts below.
+    NOISE = dict(answers=0.05, kl=0.05, rise=0.02)
 
     def __init__(self, quantity, kind, number, **when):
+        self.noise = self.NOISE.get(quantity, 0.01)
         self.quantity = quantity
         self.kind = kind
         self.number = number
@@ -110,7 +113,7 @@ def test_p5_pooling_in_both_stages_must_help_every_rule(pooled, verdict):
     for kind in SnapKV, PyramidKV, AdaKV:
         numbers += [answers(kind, 0.5), answers(kind, 0.6, select=PooledCritical())]
     last = answers(AdaKV, pooled, select=PooledCritical())
-    last.noise = -0.01  # the change of a document has a mean, and an error of 0.004
+    last.noise = 0.03  # the change of a document has a mean, and an error of 0.004
     assert judge("P5", subject(*numbers, last), KEEP).verdict == verdict
 
 
@@ -126,16 +129,23 @@ def test_p10_a_lower_l_must_go_with_a_lower_kl(sign, verdict):
     assert judge("P10", subject(*numbers), KEEP).verdict == verdict
 
 
-@pytest.mark.parametrize("norms, verdict", [(1.0, HOLDS), (1.9, NOT)])
-def test_p11_norms_must_save_a_fifth_of_the_budget(norms, verdict):
+@pytest.mark.parametrize(
+    "plain, norms, needed",
+    [
+        ((1.0, 2.0, 4.0), 1.0, 0.5),
+        ((1.0, 2.0, 4.0), 1.9, 0.268),  # 2^(−1 − 0.9)
+        ((2.0, 1.0, 4.0), 1.5, 0.5),  # a smaller budget that does better is chance
+    ],
+)
+def test_p11_norms_must_save_a_fifth_of_the_budget(plain, norms, needed):
     numbers = []
     for kind in SnapKV, PyramidKV, AdaKV:
-        for number in 1.0, 2.0, 4.0:
-            numbers.append(kl(kind, number, keep_ratio=0.5 / number))
+        for ratio, number in zip((0.5, 0.25, 0.125), plain):
+            numbers.append(kl(kind, number, keep_ratio=ratio))
         numbers.append(kl(kind, norms, select=Critical()))
     found = judge("P11", subject(*numbers), KEEP)
-    assert found.verdict == verdict
-    saved = 1 - 0.25 / 2 ** (-1 - (norms - 1.0))  # KL 1 at a half, 2 at a quarter
+    saved = 1 - KEEP / needed
+    assert found.verdict == (HOLDS if saved > 0.187 else NOT)
     assert found.numbers["budget saved, SnapKV"][0] == pytest.approx(saved, abs=0.02)
 
 
@@ -220,7 +230,7 @@ RULES = {
             (*reviver(0.9, 0.1), answers(StreamingLLM, 0.95)),
         ],
     ),
-    "R11": ([rise(KVReviver, 0.015)], [rise(KVReviver, 0.04)]),
+    "R11": ([rise(KVReviver, 0.008)], [rise(KVReviver, 0.04)]),
     "R12": ([reviver(0.82, 0.1)], [reviver(0.5, 0.1), reviver(0.85, 0.9)]),
     "R13": ([reviver(0.82, 0.1)], [reviver(0.78, 0.1)]),
     "R14": (
@@ -228,7 +238,7 @@ RULES = {
         [shares(often=1.12), shares(seldom=0.88)],
     ),
     "R15": ([shares(few=0.92)], [shares(few=0.88), shares(many=0.88)]),
-    "S8": ([rise(Scissorhands, 0.01)], [rise(Scissorhands, 0.04)]),
+    "S8": ([rise(Scissorhands, 0.008)], [rise(Scissorhands, 0.04)]),
     "S9": ([four_bits(0.31)], [four_bits(0.34)]),
 }
 
