@@ -1,6 +1,7 @@
 """Documents and texts are cut, recorded once, and no row holds more than it may."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +66,8 @@ def test_texts_begin_as_the_model_s_do(model, monkeypatch, bos, first):
         expected.append(first + stream[int(start) : int(start) + n])
     assert text_windows(made, 5, 24, model).tolist() == expected
     assert text_windows(made, 5, 24)[0].tolist() == stream[:24]
+    (part,) = build(model, made, 24, 10, names=())
+    assert part.full.tokens.tolist() == expected
 
 
 @pytest.mark.parametrize("windows, T", [(0, 50), (4, 10**9)])
@@ -123,6 +126,10 @@ def test_a_method_that_holds_more_is_found_out():
     assert row["slots"] == (447 + 112) / 2
     words = "holds 279.5 slots a head after a prompt, and its budget is 112"
     assert excess(row) == words
+    within = row | dict(slots=112)
+    for texts in (within, row), (row, within):
+        parts = [SimpleNamespace(measured=lambda *_, x=x: ({}, x)) for x in texts]
+        assert run(parts, None, None)["slots"] == 279.5
     assert excess(row | dict(keep_ratio=None)) == ""
 
 

@@ -269,6 +269,10 @@ def test_rows_of_other_settings_are_not_gone_on_with(checkpoint, capsys, measure
     again = arguments(checkpoint, f"{THREE} --resume")
     message = "were measured with --dtype float32, not bfloat16"
     refused(capsys, [*again, "--dtype", "bfloat16"], message)
+    rows = stored()
+    del rows[0]["seed"]
+    Path("rows.json").write_text(json.dumps(rows))
+    refused(capsys, again, "were measured with --seed None, not 0")
     assert len(measured) == 3
 
 

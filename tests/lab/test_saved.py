@@ -218,15 +218,28 @@ def test_a_question_in_own_words_ends_a_turn_and_the_answer_streams(monkeypatch)
 
 
 @mark.parametrize("folder", [TINY, LEARNED])
-def test_a_page_is_compressed_once_and_asked_later(folder, tmp_path, capsys):
+def test_a_page_is_compressed_once_and_asked_later(
+    folder, tmp_path, capsys, monkeypatch
+):
+    seen = []
+
+    def noted(model, fed, caches):
+        seen.append(caches[0].seen)
+        return prefill(model, fed, caches)
+
     page, file = tmp_path / "page.txt", tmp_path / "page.cache"
     page.write_text(PAGE)
     main(f"compress --file {page} --out {file} --model {folder} --keep 25".split())
     output = capsys.readouterr().out
     assert f"{file.stat().st_size:,} bytes" in output
+    tokens = int(output.split()[0])
+    assert header(file)["options"]["budget"] == round(tokens / 4)
     assert "tokens read and compressed" in output
     page.unlink()
-    main(["ask", str(file), "The code of table is", " The code of star is "])
+    with monkeypatch.context() as patch:
+        patch.setattr(ask, "prefill", noted)
+        main(["ask", str(file), "The code of table is", " The code of star is "])
+    assert seen.count(tokens) == 2  # no question sees the one before
     main(["ask", str(file), "The code of table is", "--compare"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("   [")[0] for line in lines] == [

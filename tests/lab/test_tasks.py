@@ -132,6 +132,8 @@ def test_few_shot_is_determined_by_its_shots(shots, classes):
         (line,) = keys_of(row.questions, r"\n(.+) =>")
         assert labels[kind_of(line)] == row.answers[0]
         assert row.batch.answers == [slice(399, 400)]
+        # the shots are next to the question
+        assert row.roles[row.batch.question - 1] == FACT
 
 
 def test_few_shot_labels_are_drawn_anew_and_cannot_be_guessed():

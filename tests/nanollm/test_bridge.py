@@ -181,6 +181,8 @@ def test_a_memory_is_compressed_for_the_prompt_that_it_has_read(model):
     for message, tokens in ("another text", TOKENS.flip(0)), ("30 tokens.* 39", READ):
         refused(message, model.generate, tokens, past_key_values=memory)
     assert memory.caches[0].length == 8 and twin.caches[0].length == T
+    memory.begin_turn()
+    assert not any(layer.prompt_done for caches in memory.texts for layer in caches)
     assert twin.model is memory.model and twin.caches[0].model is memory.caches[0].model
 
 
@@ -463,7 +465,7 @@ class Bits(torch.nn.Linear):
         )
 
     def forward(self, x):
-        return x @ (self.weight * self.scale).T
+        return x @ (self.weight * self.scale).T + 3  # a bias
 
 
 def test_quantized_weights_and_adapters_are_taken_for_what_they_compute(model):

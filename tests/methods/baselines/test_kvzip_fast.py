@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common import TOKENS, H, decoder, end, highest, kept, tasks
+from common import SLOT, TOKENS, H, decoder, end, highest, kept, tasks
 from methods.baselines.kvzip import KVzip
 from methods.baselines.kvzip_fast import FastKVzip, fit, lessons
 from nanollm.cache import crop, make_cache
@@ -43,6 +43,8 @@ def test_sinks_the_newest_and_what_the_gates_rank_highest_stay(
     options = dict(gates=GATES, recent=recent, sinks=sinks)
     caches = make_cache(model, FastKVzip, budget=budget, **options)
     prefill(model, TOKENS, caches, chunk)
+    live, _ = caches[0].bytes()
+    assert live == 2 * H * 40 * (SLOT + 4)  # with a score of each entry
     crop(caches, n)
     end(*caches)  # no reread
     x = projections(model, TOKENS)
@@ -52,6 +54,20 @@ def test_sinks_the_newest_and_what_the_gates_rank_highest_stay(
         b, i, h = key
         expected[key] = dict(enumerate(score[i, b, :n, h].tolist()))
     assert kept(caches) == highest(expected, budget, sinks, n - recent)
+
+
+@torch.no_grad()
+def test_a_large_bias_hides_no_score_in_16_bits():
+    model = decoder().bfloat16()
+    found = []
+    for bias in 0, 300:
+        gates = GATES.clone()
+        gates[:, -1] += bias
+        caches = make_cache(model, FastKVzip, budget=15, gates=gates)
+        prefill(model, TOKENS, caches)
+        end(*caches)
+        found.append(kept(caches))
+    assert found[0] == found[1]
 
 
 @torch.no_grad()

@@ -180,7 +180,7 @@ def test_questions_of_one_context_are_read_as_alone_and_hard_ones_do_not_teach(
         taught(model, [hard], torch.zeros(2, 1, 2))
 
 
-def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
+def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone(monkeypatch):
     model = checkpoint.from_hf(TINY)
     c = model.config
     n = (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
@@ -211,6 +211,15 @@ def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
     twice = [taught(model, asked, given, steps=2) for _ in range(2)]
     for name in "gates", "edges":
         assert torch.equal(*(x[name] for x in twice))
+
+    rates = []
+
+    def note(adam, *_):
+        rates.append([group["lr"] for group in adam.param_groups])
+
+    monkeypatch.setattr(question_gates, "descend", note)
+    taught(model, asked, given, steps=4, rate=8, edges_rate=4)
+    assert rates == [[8, 4], [6, 3], [4, 2], [2, 1]]
 
 
 def test_calibration_begins_with_the_gates_of_a_few_texts(monkeypatch):
