@@ -505,25 +505,7 @@ def test_of_tokens_that_nobody_looks_at_the_newest_stay(name):
             assert not gaps or gaps[0] <= 4  # sinks
 
 
-# ---- decoding, conversations, short prompts ----------------------------------------------------
-
-
-@each(["h2o@4", "h2o@2", "h2o@3", "key_diff@4", "random@4", "streaming_llm_absolute@4"])
-def test_in_few_bits_survivors_of_decoding_are_not_rounded_again(name):
-    """Each of 20 new tokens evicts one entry. What stays is bit for bit what it was."""
-    _, (first, *steps) = run(name, (PROMPT, *[1] * 20))
-    for step in steps:
-        assert step.slots == LAYERS * B * H * BUDGET
-        for layer, (_, k, v) in enumerate(text()):
-            check_output(layer, step.part, step.y[layer], step.before[layer])
-            before = first.after[layer]
-            kept = step.after[layer]
-            check_entries(kept, before, k, v, bits_of(name))
-            same = kept.pos[..., :, None] == before.pos[..., None, :]
-            same = same & kept.there[..., None]
-            b, h, i, j = same.nonzero(as_tuple=True)
-            assert torch.equal(kept.k[b, h, i], before.k[b, h, j])
-            assert torch.equal(kept.v[b, h, i], before.v[b, h, j])
+# ---- conversations, short prompts --------------------------------------------------------------
 
 
 @each(BUDGETED, "@2")

@@ -331,16 +331,12 @@ def test_variances_are_at_most_those_of_sizes_and_value_ratios(
     bound = x * tau.mean(0) ** 2
     assert variance <= bound * (1 + 1e-9) + 1e-12
 
-    K = joined(ks)
-    V = joined(vs)
-    e = (q @ K.T).exp()
-    z, p = drawn(ks, vs, q, m)
-    error = (z[:, 0] - e @ V).square().sum(1)
     first, second = value_ratios(*vs)
-    unit = e.norm() * torch.linalg.matrix_norm(V, 2)
-    assert close(exact(q[0], K, V)[2] * e.sum(), unit)
-    bound = (first / m + second / m**2) * unit**2
-    assert (p * error).sum() <= bound * (1 + 1e-9)
+    bound = first / m + second / m**2
+    assert standard_error(q, ks, vs, m) ** 2 <= bound * (1 + 1e-9)
+    p = (joined(ks) @ q[0]).softmax(0)
+    unit = p.norm() * torch.linalg.matrix_norm(joined(vs), 2)
+    assert close(exact(q[0], joined(ks), joined(vs))[2], unit)
 
 
 few = st.integers(1, 7)
