@@ -18,7 +18,6 @@ from nanollm.generate import prefill
 from lab.saved import header, load, save
 from lab import ask
 from methods.baselines.snap_kv import SnapKV
-from methods.critical_kv import Critical
 from lab.one_page import PAGE
 from lab.methods_by_name import Variant, pick
 
@@ -114,47 +113,35 @@ def test_a_state_that_a_file_cannot_hold_is_named(model, tmp_path):
 
 
 def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
-    caches, _ = read(model, METHODS["snap_kv"])
+    used, _ = read(model, METHODS["snap_kv"])
     file, turned = tmp_path / "page.cache", from_hf(TINY)
-    save(caches, file, version=7)  # a note does not change the header
+    save(used, file, version=7)  # a note does not change the header
     turned.config.rope_theta = 1e4  # the same weights
-    for other, name, budget, message in (
-        (from_hf(LEARNED), "snap_kv", 40, "another decoder"),
-        (turned, "snap_kv", 40, "another decoder"),
-        (from_hf(TINY, torch.float16), "snap_kv", 40, "in float32"),
-        (model, "ada_kv", 40, "is of SnapKV with"),
-        (model, "snap_kv", 41, "these caches are SnapKV with .*41"),
-    ):
-        options = header(file)["options"] | dict(budget=budget)
-        with raises(ValueError, match=message):
-            load(file, caches_of(other, METHODS[name], **options))
-    with raises(ValueError, match="have seen 120 tokens"):
-        load(file, caches)
+    whole, options = file.read_bytes(), header(file)["options"]
+
+    def fresh(model, name="snap_kv", **changed):
+        return caches_of(model, METHODS[name], **options | changed)
 
     save_file(dict(x=torch.ones(2)), tmp_path / "weights")
-    (tmp_path / "cut").write_bytes(file.read_bytes()[:500])
-    later = file.read_bytes().replace(b'version\\": 7', b'version\\": 5')
-    (tmp_path / "later").write_bytes(later)
-    for name, message in (
-        ("weights", "not a saved cache"),
-        ("cut", "not a saved cache"),
-        ("later", "version 5, .* version 7"),
+    flipped = bytearray(whole)
+    flipped[-9] ^= 1
+    for caches, data, message in (
+        (fresh(from_hf(LEARNED)), whole, "another decoder"),
+        (fresh(turned), whole, "another decoder"),
+        (fresh(from_hf(TINY, torch.float16)), whole, "in float32"),
+        (fresh(model, "ada_kv"), whole, "is of SnapKV with"),
+        (fresh(model, budget=41), whole, "these caches are SnapKV with .*41"),
+        (fresh(model, "snap_kv+critical"), whole, "caches are SnapKV with .*Critical"),
+        (used, whole, "have seen 120 tokens"),
+        (None, (tmp_path / "weights").read_bytes(), "page.cache is not a saved cache"),
+        (None, whole[:500], "page.cache is not a saved cache"),
+        (None, whole.replace(b'n\\": 7', b'n\\": 5'), "version 5, .* version 7"),
+        (fresh(model), whole[: len(whole) * 3 // 4], "cut off or damaged"),
+        (fresh(model), flipped, "cut off or damaged"),
     ):
-        with raises(ValueError, match=f"{name} .*{message}"):
-            header(tmp_path / name)
-    data = file.read_bytes()
-    (tmp_path / "short").write_bytes(data[: len(data) * 3 // 4])
-    (tmp_path / "bits").write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-    for name in "short", "bits":
-        with raises(ValueError, match="cut off or damaged"):
-            load(
-                tmp_path / name,
-                caches_of(model, METHODS["snap_kv"], **header(file)["options"]),
-            )
-
-    critical = header(file)["options"] | dict(select=Critical())
-    with raises(ValueError, match="these caches are SnapKV with .*Critical"):
-        load(file, make_cache(model, SnapKV, **critical))
+        file.write_bytes(data)
+        with raises(ValueError, match=message):
+            load(file, caches)
 
 
 def test_caches_are_compressed_for_the_text_that_they_have_read(model):

@@ -53,6 +53,11 @@ def squared_shares(v):
     return square.sum(1) / square.sum()
 
 
+def weights(keys, q):
+    """Return e^⟨q, k₁ ∘ k₂⟩ of two sides' keys (choices, slots, D)."""
+    return torch.einsum("xid,yjd,gd->xygij", *keys, q).exp()
+
+
 def sampled(
     ks,
     radius,
@@ -74,8 +79,7 @@ def sampled(
         choices = torch.tensor([*product(*slots)])
         keys.append(k[choices])  # (choices, slots, D)
         shares.append(torch.tensor(share, dtype=F64))
-    w = torch.einsum("xid,yjd,gd->xygij", *keys, q).exp()
-    tau = torch.einsum("xygij,i,j->xyg", w, *shares)
+    tau = torch.einsum("xygij,i,j->xyg", weights(keys, q), *shares)
     return tau.flatten(0, 1)
 
 
@@ -95,8 +99,7 @@ def drawn(
         keys.append(k[choices])
         values.append(v[choices] / (s * chance[..., None]))
         chances.append(chance.prod(1))
-    w = torch.einsum("xid,yjd,gd->xygij", *keys, q).exp()
-    z = torch.einsum("xygij,xid,yjd->xygd", w, *values)
+    z = torch.einsum("xygij,xid,yjd->xygd", weights(keys, q), *values)
     left, right = chances
     chance = left[:, None] * right
     return z.flatten(0, 1), chance.flatten()
