@@ -36,12 +36,6 @@ def rows(task, B=6, T=400, split="test", **options):
         )
 
 
-def documents(*given, **options):
-    """Yield of each row the facts, the questions and the answers."""
-    for row in rows(*given, **options):
-        yield row.facts, row.questions, row.answers
-
-
 def keys_of(questions: list[str], pattern: str) -> list[str]:
     """Return the group of a pattern in each question, all of which it must match."""
     keys = [re.fullmatch(pattern, question)[1] for question in questions]
