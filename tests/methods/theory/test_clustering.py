@@ -246,14 +246,6 @@ def test_a_value_of_norm_0_is_never_drawn():
     assert close(sample.rows, 3 / 5)
 
 
-@check("T9", seeds, st.integers(1, 40), st.sampled_from([0.0, 1.0, 1.3]))
-def test_a_key_joins_the_nearest_cluster_within_the_radius(seed, n, radius):
-    """Keys are whole numbers, so many distances equal the radius."""
-    k = torch.randint(-3, 4, (n, 2), generator=seeded(seed)).double()
-    expected = torch.tensor(clusters_of(k.tolist(), radius)).bincount()
-    assert clusters(k, radius) == expected.tolist()
-
-
 @mark.claim("T9", "T10")
 def test_memory_stops_growing_if_keys_repeat_but_pairs_need_all_tokens(note):
     x, y = random(2, 9, 3)
