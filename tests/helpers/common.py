@@ -54,21 +54,19 @@ def segment(counts, D, dtype, seed, bias=False):
     from kernels.decode_attention import Segment  # Triton: Linux only
 
     g = torch.Generator().manual_seed(seed)
-    start = torch.zeros(len(counts), dtype=torch.int64)
-    end = 1
-    for i in torch.randperm(len(counts), generator=g).tolist():
-        start[i] = end
-        end += counts[i] + 1
+    count = torch.tensor(counts, dtype=torch.int32)
+    order = torch.randperm(len(counts), generator=g)
+    end = (count[order] + 1).cumsum(0)
+    start = torch.empty_like(end)
+    start[order] = end - count[order]
 
-    k = torch.full((end, D), math.nan, dtype=dtype)
-    v = k.clone()
-    b = torch.full((end,), math.nan)
-    for i, n in enumerate(counts):
-        rows = slice(start[i], start[i] + n)
+    k, v = torch.full((2, end[-1] + 1, D), math.nan, dtype=dtype)
+    b = torch.full((len(k),), math.nan)
+    for first, n in zip(start, counts):
+        rows = slice(first, first + n)
         k[rows], v[rows] = torch.randn(2, n, D, generator=g).to(dtype)
         b[rows] = torch.randn(n, generator=g)
 
-    count = torch.tensor(counts, dtype=torch.int32)
     k, v, b, start, count = (x.to(DEVICE) for x in (k, v, b, start, count))
     return Segment(k, v, start, count, max(counts), b if bias else None)
 

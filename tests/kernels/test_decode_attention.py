@@ -21,7 +21,7 @@ F32 = torch.float32
 # B, H, G, D; slots of the B·H heads; of a second segment; whether there is a bias
 CASES = [
     ((1, 1, 1, 16), [1], [], False),
-    ((1, 1, 4, 128), [130], [], True),  # 9 tiles in several parts
+    ((1, 1, 4, 128), [700], [], True),  # one head alone: 44 tiles in eight parts
     ((2, 2, 2, 64), [0, 1, 33, 32], [], False),
     # a head dim and a group that are no powers of 2
     ((3, 1, 3, 40), [5, 0, 33], [2, 2, 2], True),
@@ -47,9 +47,14 @@ def test_the_kernels_are_the_loop(poisoned, case, dtype):
     if more:
         segments.append(segment(more, D, dtype, 50 + case))
     q = queries(*shape, seed=99 + case).to(dtype)
+    if case == 1:
+        q = 100 * q  # the exp of some scores would overflow
     expected, weights = attended(q, segments)
 
-    y, sums = decode_attention(q, segments, sums=True, block=16)
+    turned = (
+        q.transpose(0, 1).contiguous().transpose(0, 1)
+    )  # in another order of memory
+    y, sums = decode_attention(turned, segments, sums=True, block=16)
     tolerance = TOLERANCE[dtype]
     assert y.dtype == dtype
     assert same(y, expected, **tolerance)
@@ -79,39 +84,19 @@ def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program():
         assert (programs - 1) * share < max(n, 1) <= programs * share
 
 
-def test_many_parts_are_added_up_as_one(poisoned):
-    """One head alone: its slots are split among programs. Large scores would overflow."""
-    s = segment([700], 32, F32, 3)
-    q = 100 * queries(1, 1, 2, 32, seed=4)
-    expected, (weight,) = attended(q, [s])
-    score = q[0, 0] @ s.k[1:701].T
-    assert score.max() > 89 * math.sqrt(32)
-    for block in 16, 256:
-        y, (sums,) = decode_attention(q, [s], sums=True, block=block)
-        assert same(y, expected)
-        assert same(sums, weight, rtol=1e-5)
-        assert abs(sums.sum().item() - 2) < 1e-4
-
-
 def test_slots_with_a_bias_of_minus_infinity_are_hidden(poisoned):
     """The first tile of one head, and all slots of another, which gives 0 as if it had none."""
     s = segment([40, 20, 5], 16, F32, 6, bias=True)
     q = queries(1, 3, 2, 16, seed=8)
     one, two, three = s.start.tolist()
-    hidden = [three + 4]
-    hidden += range(one, one + 17)
-    hidden += range(two, two + 20)
+    hidden = [three + 4, *range(one, one + 17), *range(two, two + 20)]
     s.bias[hidden] = -math.inf
-
-    start = torch.tensor([one + 17, two, three])
-    count = torch.tensor([23, 0, 4], dtype=torch.int32)
-    visible = s._replace(start=start, count=count)
-    expected, (weight,) = attended(q, [visible])
+    expected, (weight,) = attended(q, [s])  # NaN in the head that sees nothing
     for block in (16, 64):  # in a part of its own, or in one with others
         y, (sums,) = decode_attention(q, [s], sums=True, block=block)
-        assert same(y, expected, **TOLERANCE[F32])
+        assert same(y, expected.nan_to_num(0), **TOLERANCE[F32])
         assert not y[0, 1].any()
-        assert same(sums, weight)
+        assert same(sums, weight.nan_to_num(0))
         assert not sums[hidden].any()
 
 
@@ -119,15 +104,6 @@ def test_slots_in_a_buffer_are_not_copied():
     x = torch.randn(2, 2, 3, 9, 16)[..., :5, :]
     for stored, own in zip(Segment.of(*x), x):
         assert stored.data_ptr() == own.data_ptr()
-
-
-def test_queries_may_lie_in_any_order_of_memory():
-    s = segment([3, 4, 1, 2], 16, F32, 0)
-    q = queries(2, 2, 2, 16, seed=1)
-    turned = q.transpose(0, 1).contiguous().transpose(0, 1)
-    y, _ = decode_attention(turned, [s])
-    expected, _ = decode_attention(q, [s])
-    assert torch.equal(y, expected)
 
 
 def test_storage_that_does_not_fit_the_queries_is_refused():

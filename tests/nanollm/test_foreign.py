@@ -3,7 +3,6 @@
 from functools import cache as once
 import json
 from pathlib import Path
-import shutil
 
 import numpy as np
 from pytest import approx, fixture, mark, raises
@@ -124,17 +123,3 @@ def test_both_engines_make_the_same_rows_of_a_decoder_whose_texts_begin_with_bos
                 assert theirs[key] == approx(x, rel=2e-2, abs=2e-3), key
             elif key not in ("engine", "l1", "each"):
                 assert theirs[key] == x, key
-
-
-def test_what_is_wrong_is_one_line(folder, tmp_path, capsys):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    config = json.loads((copy / "config.json").read_text())
-    config |= dict(use_sliding_window=True, sliding_window=64)
-    config["layer_types"] = 2 * ["sliding_attention"]
-    (copy / "config.json").write_text(json.dumps(config))
-    with raises(SystemExit) as stop:
-        main(["--model", str(copy), *FEW])
-    assert stop.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    (error,) = [line for line in lines if line.startswith("error: ")]
-    assert "all layers attend to the last 64 tokens alone" in error

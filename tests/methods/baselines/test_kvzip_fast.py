@@ -85,13 +85,8 @@ def test_evicting_while_reading_keeps_what_has_the_highest_scores_so_far():
             b, i, h = head
             mine = by_hand[i].notes["score"][b, h].tolist()
             scores[head] = {t: mine[t] for t in there}
-        stay = highest(scores, 9, 2, stop - 3)
-        for i, layer in enumerate(by_hand):
-            chosen = torch.zeros_like(layer.pos, dtype=torch.bool)
-            for b, h, slot in torch.ones_like(chosen).nonzero().tolist():
-                token = layer.pos[b, h, slot].item()
-                chosen[b, h, slot] = token in stay[b, i, h]
-            layer.keep_chosen(chosen)
+        by_hand[0].method.compress(model, TOKENS[:, :stop], by_hand)
+        assert kept(by_hand) == highest(scores, 9, 2, stop - 3)
     assert kept(caches) == kept(by_hand)
 
 
