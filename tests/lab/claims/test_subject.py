@@ -5,7 +5,6 @@ import torch
 
 from common import tasks
 from lab.claims.subject import (
-    ASKED,
     HOLDS,
     NOT,
     OPEN,
@@ -17,10 +16,8 @@ from lab.claims.subject import (
     over_texts,
     within,
 )
-from lab.retrieval import maker, retrieve
 from methods.baselines.h2o import H2O
 from nanollm import TINY
-from nanollm.cache import Method
 from nanollm.checkpoint import from_hf
 
 # ---- verdicts ----
@@ -54,28 +51,6 @@ def test_an_error_over_texts_is_that_of_the_mean():
 @pytest.fixture(scope="module")
 def on():
     return Subject(from_hf(TINY), tasks("test"), seed=3, documents=3, T=200)
-
-
-def documents(on, task):
-    kind, name, options = ASKED[task]
-    made = kind(on.tasks.encoding, "test")
-    return made.batch(name, on.seed, on.documents, on.T, **options)
-
-
-@pytest.mark.parametrize("task", ["needle", "unmarked pairs"])
-def test_answers_are_those_of_the_documents(on, task):
-    make = maker(on.model, H2O, 0.25)
-    right = retrieve(on.model, documents(on, task), make)
-    for setting, x in right.items():
-        assert on.right(task, H2O, 0.25, setting).equal(x)
-
-
-def test_minus_log_p_rises_by_what_eviction_costs(on):
-    assert on.rise(Method, None).abs().max() < 1e-5
-    cost = on.rise(H2O, 0.1)
-    nll = on.continued(H2O, 0.1)["nll"] - on.continued(Method, None)["nll"]
-    torch.testing.assert_close(cost, nll, rtol=1e-4, atol=1e-5)
-    assert cost.mean() > 0.05
 
 
 def test_nothing_is_measured_twice(on, monkeypatch):
