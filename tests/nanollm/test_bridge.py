@@ -98,8 +98,6 @@ def test_a_full_memory_changes_no_logit_and_no_token(family):
     memory.compress(TOKENS)
     assert torch.equal(own(model, past_key_values=memory), written)
     assert memory.get_seq_length() == memory.caches[0].seen == T + 5
-    # the model's own, with a memory of its own, meanwhile
-    assert torch.equal(own(model), written)
     detach(model)
     assert model.config._attn_implementation == "sdpa"
     assert not any(hasattr(module, "attachment") for module in model.modules())
