@@ -115,8 +115,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     option(
         "--documents",
         type=int,
-        default=32,
-        help="documents of each task, and texts; default 32",
+        default=24,
+        help="documents of each task, and texts; default 24",
     )
     option(
         "--length",

@@ -28,6 +28,7 @@ from lab.claims.compared_methods import (
 from lab.claims.scissorhands_measured import FourBits, attention_maps, observed
 from lab.claims.subject import (
     KEEP,
+    PART,
     UNFIT,
     Finding,
     Number,
@@ -160,8 +161,7 @@ def P11(on: Subject, keep: float) -> Finding:
 
 def P12(on: Subject, keep: float) -> Finding:
     """Measure the KL of half of the texts, compressed again whenever half of one is held."""
-    half = max(2, on.documents // 2)
-    texts = on.text.tokens[:half].split(4)
+    texts = on.text.tokens[: on.half].split(PART // 2)
 
     def measured(some: Tensor) -> Tensor:
         return long_answer(on.model, some, keep, SnapKV.select, Critical()).cpu()

@@ -25,7 +25,7 @@ ASKED = {
     "unmarked pairs": (Unmarked, "pairs", {}),  # no mark tells where a fact ends
     "unmarked long needle": (Unmarked, "needle", dict(facts=1, numbers=4)),
 }
-PART = 16  # documents or texts that a process measures at once
+PART = 12  # documents or texts that a process measures at once
 KEEP = 0.5, 0.25, 0.125, 0.0625  # shares of the entries that stay
 
 # verdicts
@@ -101,7 +101,7 @@ class Subject:
     model: object
     tasks: Tasks
     seed: int = 0
-    documents: int = 32
+    documents: int = 24
     T: int = 256
     processes: bool = False
 
@@ -111,6 +111,11 @@ class Subject:
         self.right = cache(self.right)
         self.of_text = cache(self.of_text)
         self.kl = cache(self.kl)
+
+    @property
+    def half(self) -> int:
+        """Texts for the measurements that take longest."""
+        return max(2, self.documents // 2)
 
     def spread(self, function: Callable, items: Iterable) -> list:
         """Return function(item) for each item."""
@@ -193,11 +198,22 @@ class Subject:
         return reference(self.model, tokens, min(64, self.T // 8))
 
     def continued(
-        self, kind: type[Method], keep_ratio: float, alone: bool = False, **options
+        self,
+        kind: type[Method],
+        keep_ratio: float,
+        alone: bool = False,
+        half: bool = False,
+        **options,
     ) -> dict[str, Tensor]:
-        """Return kl, nll, l1 and, if `alone`, l1_alone of each text (`continuation`)."""
+        """Return kl, nll, l1 and, if `alone`, l1_alone of each text (`continuation`).
+
+        half: of half of the texts.
+        """
         make = maker(self.model, kind, keep_ratio, **options)
-        parts = [Benchmark({}, {}, part) for part in self.text.split(PART)]
+        parts = self.text.split(PART)
+        if half:
+            parts = self.text.texts(slice(self.half)).split(PART // 2)
+        parts = [Benchmark({}, {}, part) for part in parts]
         measured = self.spread(
             lambda part: part.continued(self.model, make, alone), parts
         )
@@ -222,8 +238,9 @@ class Subject:
         return self.continued(kind, keep_ratio, alone=True, **options)
 
     def kl(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
-        """Return each text's KL, (texts,), at this share of the bytes and without slack."""
-        return self.continued(kind, keep_ratio, **dict(slack=0) | options)["kl"]
+        """Return the KL of half of the texts at this share of the bytes, without slack."""
+        options = dict(slack=0) | options
+        return self.continued(kind, keep_ratio, half=True, **options)["kl"]
 
     def rise(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
         """Return by how much −log p of the true tokens rises, in nats a token, (texts,)."""

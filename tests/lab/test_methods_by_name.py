@@ -50,13 +50,6 @@ def test_all_are_in_order_and_some_of_them_also_in_few_bits():
     assert [*pick(["random", "full"])] == ["random", "full"]
 
 
-def test_a_variant_is_a_method_or_a_partial_of_one():
-    assert variant(H2O) == Variant(H2O, {})
-    assert variant(partial(H2O, recent=0.1)) == Variant(H2O, dict(recent=0.1))
-    twice = partial(partial(KVzip, recent=8), sinks=4)
-    assert variant(twice) == Variant(KVzip, dict(recent=8, sinks=4))
-
-
 def test_other_variants_are_refused():
     with pytest.raises(ValueError, match="is no variant; write a method, or partial"):
         variant(partial(H2O, 64))

@@ -5,7 +5,7 @@ from copy import deepcopy
 import logging
 from types import SimpleNamespace
 
-from pytest import fixture, importorskip, mark, raises
+from pytest import fixture, mark, raises
 import torch
 import transformers as hf
 
@@ -493,38 +493,3 @@ def test_each_layer_is_asked_how_it_rotates(family, config, turns):
         same(moved, layer.k[:, :, 8:], 1e-4)
     if turns[-1] is None:  # this layer sees everything, so the method gets it
         refused("rotates its keys", attach, model, StreamingLLM, budget=8)
-
-
-def test_layers_on_the_disk_have_their_caches_where_their_keys_are(model, tmp_path):
-    importorskip("accelerate")  # optional
-    model.save_pretrained(tmp_path / "model")
-    parts = "embed_tokens layers.0 layers.2 norm rotary_emb".split()
-    places = {f"model.{part}": "cpu" for part in parts}
-    places |= {"lm_head": "cpu", "model.layers.1": "disk"}
-    options = dict(device_map=places, offload_folder=tmp_path)
-    moved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
-    critical = dict(budget=16, window_size=8, select=Critical())
-    for Kind, options in (SnapKV, critical), (StreamingLLM, dict(budget=16)):
-        found = []
-        for one in model, moved:
-            memory = attach(one, Kind, **options)
-            read(memory, TOKENS)
-            memory.compress(TOKENS)
-            found.append(read(memory, TOKENS[:, -1:]))
-        same(*found)
-
-
-def test_a_memory_that_transformers_leaves_behind_is_missed():
-    scaling = dict(
-        rope_type="longrope",
-        rope_theta=1e4,
-        short_factor=[1.0] * 4,
-        long_factor=[4.0] * 4,
-        original_max_position_embeddings=43,
-    )
-    model = tiny("Phi3", rope_parameters=scaling)
-    model.config.original_max_position_embeddings = 43
-    memory = attach(model, SnapKV, budget=16, window_size=8)
-    read(memory, TOKENS)
-    memory.compress(TOKENS)
-    refused("Phi-3 leaves it behind", own, model, past_key_values=memory)

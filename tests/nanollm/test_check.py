@@ -1,6 +1,6 @@
 """What a user or an author of a method gets wrong is one line, before anything is written."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import get_type_hints
 
 import numpy as np
@@ -11,7 +11,7 @@ from common import TOKENS, caches_of, decoder
 from lab.methods_by_name import pick
 from methods.baselines.snap_kv import SnapKV
 from methods.critical_kv import Critical
-from nanollm.cache import Method, Scored, Slots, compress, copied, make_cache
+from nanollm.cache import Slots, compress, copied, make_cache
 
 VARIANTS = {name: x for name, x in pick([]).items() if not x.options}
 
@@ -115,18 +115,3 @@ def test_an_option_of_another_type_is_refused_by_name(model, name):
 def test_unknown_and_missing_options_are_told(model, options, message):
     with pytest.raises(ValueError, match=message):
         make_cache(model, SnapKV, **options)
-
-
-def test_a_class_that_declares_wrongly_is_told(model):
-    class Plain(Scored):
-        share: int = 3
-
-    class Watching(Method):
-        watch = -1
-
-    message = "Plain declares share but is not a dataclass; put @dataclass"
-    with pytest.raises(ValueError, match=message):
-        make_cache(model, Plain, budget=3)
-    assert len(make_cache(model, dataclass(Plain), budget=3)) == 2
-    with pytest.raises(ValueError, match="watch of Watching -1 must be a whole number"):
-        make_cache(model, Watching)

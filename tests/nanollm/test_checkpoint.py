@@ -3,16 +3,14 @@
 from functools import cache as once
 import json
 import shutil
-from threading import Thread
 
-from pytest import approx, fixture, mark, raises
+from pytest import fixture, mark, raises
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 import torch
 from transformers import AutoModelForCausalLM
 
 from nanollm.checkpoint import (
-    NoRandomWeights,
     from_hf,
     hf_model,
     hf_tokenizer,
@@ -115,16 +113,6 @@ def test_loading_ties_the_head_draws_no_random_numbers(saved):
     assert not model.training
     assert all(p.requires_grad for p in model.parameters())
     assert not any(x.is_meta for x in (*model.parameters(), *model.buffers()))
-
-
-def test_a_decoder_made_in_another_thread_gets_random_weights_while_one_loads():
-    made = []
-    thread = Thread(target=lambda: made.append(Decoder(tiny())))
-    with NoRandomWeights():
-        thread.start()
-        thread.join()
-    weight = made[0].blocks[0].mlp.up.weight
-    assert weight.std().item() == approx(0.02, rel=0.2)
 
 
 def test_what_llamas_form_or_the_dtype_cannot_hold_is_not_written(tmp_path):

@@ -172,7 +172,7 @@ def weights(tokens):
 
 
 def mean_kl(kind=KVReviver, **options):
-    return text(kind, KEEP, slack=0, **options)[0]
+    return text(kind, KEEP, slack=0, **options)[0][:2]
 
 
 def rise(kind, **options):

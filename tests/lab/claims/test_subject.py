@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from common import tasks
 from lab.claims.subject import (
     HOLDS,
     NOT,
     OPEN,
-    Subject,
     above,
     below,
     both,
@@ -16,9 +14,6 @@ from lab.claims.subject import (
     over_texts,
     within,
 )
-from methods.baselines.h2o import H2O
-from nanollm import TINY
-from nanollm.checkpoint import from_hf
 
 # ---- verdicts ----
 
@@ -43,18 +38,3 @@ def test_an_error_over_texts_is_that_of_the_mean():
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
     found = over_texts(lambda x: x.mean(), x)
     assert found == pytest.approx(mean(x.mean(1)), rel=0.15)
-
-
-# ---- measurements ----
-
-
-@pytest.fixture(scope="module")
-def on():
-    return Subject(from_hf(TINY), tasks("test"), seed=3, documents=3, T=200)
-
-
-def test_nothing_is_measured_twice(on, monkeypatch):
-    first = on.right("needle", H2O, 0.25), on.of_text("AdaKV", 0.25)
-    monkeypatch.setattr(type(on.model), "forward", None)
-    assert on.right("needle", H2O, 0.25) is first[0]
-    assert on.of_text("AdaKV", 0.25) is first[1]
