@@ -276,21 +276,22 @@ def R6(on: Subject, keep: float) -> Finding:
     """Measure the squared errors of keys and values revived from a sketch, and of centred keys."""
     a = on.text.prompt.shape[1]
     b = round(keep * a / 3)  # slots of a row
-    J = torch.arange(a)
     errors = {"keys": [], "values": [], "centred keys": []}
+
+    def note(what: str, read: Tensor, true: Tensor):
+        texts = zip(read.split(1), true.split(1))
+        errors[what].append([relative_error(*text) for text in texts])
+
     for _, k, v, _ in on.text.recording:
-        sketch = Sketch(k, 3, b, on.seed)
-        known = J.expand(*k.shape[:2], -1)
-        sketch.insert(known, k, v)
-        centred = Sketch(k, 3, b, on.seed)
-        mean_key = k.mean(2, keepdim=True)
-        centred.insert(known, k - mean_key, v)
-        read = *sketch.query(known), centred.query(known)[0] + mean_key
-        for x, true, found in zip(read, (k, v, k), errors.values()):
-            texts = zip(x.split(1), true.split(1))
-            found.append(torch.tensor([relative_error(*text) for text in texts]))
+        J = torch.arange(a).expand(*k.shape[:2], -1)
+        for what, x in ("centred keys", k - k.mean(2, keepdim=True)), ("keys", k):
+            sketch = Sketch(k, 3, b, on.seed)
+            sketch.insert(J, x, v)
+            read, values = sketch.query(J)
+            note(what, read, x)
+        note("values", values, v)
     numbers = {
-        f"error of {what}, in variances": mean(torch.stack(x).mean(0))
+        f"error of {what}, in variances": mean(torch.tensor(x).mean(0))
         for what, x in errors.items()
     }
     bound, _ = printed_bound(a, 3 * b)

@@ -101,7 +101,10 @@ def test_a_batch_may_be_divided(built, encoder, monkeypatch):
     jobs = dict(agnostic=jobs_of(built, "full", "snap_kv", "h2o"))
     whole = answered(built, encoder, ASKED, jobs)
     monkeypatch.setattr(answering, "ROWS", 2)
-    assert answered(built, encoder, ASKED, jobs) == whole
+    for row, same in zip(answered(built, encoder, ASKED, jobs), whole, strict=True):
+        # a batch of another size may round otherwise
+        assert row.pop("surprise") == pytest.approx(same.pop("surprise"), abs=2e-3)
+        assert row == same
 
 
 class Other(KVzip):

@@ -11,13 +11,11 @@ from lab import loading
 from lab.loading import calibrated, load
 from lab.methods_by_name import Variant, pick, variant
 from methods.baselines.kvzip_fast import FastKVzip
-from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from methods.ours.question_gates import QuestionGates
 from nanollm import SHIPPED
 from nanollm.cache import Method
 from nanollm.checkpoint import from_hf
 from nanollm.model import Decoder
-from nanollm.tokenizer import boundaries
 
 
 @pytest.fixture
@@ -78,13 +76,6 @@ def test_nothing_is_learned_anew_of_a_decoder_that_ships(folder, monkeypatch):
     gates = calibrated(mine, model, ENCODING)["gates"]
     ships = calibrated(variant(FastKVzip), model, ENCODING)
     assert ships["gates"].equal(gates)
-
-
-def test_where_sentences_end_is_learned_without_the_training_text(monkeypatch):
-    monkeypatch.setattr(loading, "Tasks", None)  # it takes seconds to encode
-    model = decoder(vocab_size=2048)
-    (ends,) = calibrated(Variant(SemanticChunkKV, {}), model, ENCODING).values()
-    assert ends.equal(boundaries(ENCODING, 2048))
 
 
 @pytest.mark.parametrize("engine", ["auto", "ours", "transformers"])

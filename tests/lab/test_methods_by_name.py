@@ -6,7 +6,7 @@ import re
 import pytest
 
 from common import decoder
-from lab.methods_by_name import Variant, known_names, named, pick, variant
+from lab.methods_by_name import Variant, known_names, pick, variant
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.h2o import H2O
 from methods.baselines.kvzip import KVzip
@@ -106,13 +106,6 @@ def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, chosen, kernel_
     assert (method.budget, method.window_size) == (40, 3)
     assert method.select == chosen
     assert method.kernel_size == kernel_size
-
-
-def test_a_variant_of_a_window_method_takes_additions_too():
-    variants = dict(wide=variant(partial(SnapKV, window_size=24)))
-    additions = dict(critical=dict(select=Critical()))
-    found = named("wide+critical", variants, additions)
-    assert found == Variant(SnapKV, dict(window_size=24, select=Critical()))
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,6 @@ def test_methods_of_ones_own_are_drawn_first_and_what_is_left_out_is_named():
     assert left_out == ["key_diff", "snap_kv@3", "kvzip_fast"]
 
 
-def test_the_full_cache_in_few_bits_looks_like_no_other():
-    looks = []
-    for name in "full", "full@2", "full@3", "full@4", "kvzip@4":
-        look = plot.style(name)
-        assert look not in looks
-        looks.append(look)
-
-
 def test_kept_tells_which_tokens_each_head_of_the_first_row_still_holds():
     cache = Slots()
     x = torch.zeros(2, 2, 6, 4)

@@ -104,17 +104,6 @@ def test_half_precision_round_trip_is_exact(saved, tmp_path):
         assert file.metadata() == {"format": "pt"}  # transformers 4 insists on it
 
 
-def test_loading_ties_the_head_draws_no_random_numbers(saved):
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    model = from_hf(saved("llama grouped tied"))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert model.head.weight is model.embed.weight
-    assert not model.training
-    assert all(p.requires_grad for p in model.parameters())
-    assert not any(x.is_meta for x in (*model.parameters(), *model.buffers()))
-
-
 def test_what_llamas_form_or_the_dtype_cannot_hold_is_not_written(tmp_path):
     large = Decoder(tiny())
     large.blocks[1].mlp.up.weight.data[0, 0] = 1e5

@@ -24,7 +24,6 @@ from methods.baselines.streaming_llm import StreamingLLM
 from methods.chunk_kv import ChunkKV
 from methods.critical_kv import Critical, PooledCritical
 from methods.kv_reviver import KVReviver
-from methods.ours.kv_reviver_shrunk import ShrunkReviver
 from methods.scissorhands import Scissorhands
 from nanollm import SHIPPED
 from nanollm.cache import Method
@@ -254,15 +253,6 @@ def test_a_verdict_turns_where_its_rule_says(claim):
     holds, fails = RULES[claim]
     assert {*verdicts(claim, holds)} == {HOLDS}
     assert {*verdicts(claim, fails)} == {NOT}
-
-
-def test_r10_counts_answers_to_later_questions():
-    early = reviver(0.9, 0.1, setting="aware")
-    assert judge("R10", subject(*early), KEEP).verdict == NOT
-    later = reviver(0.9, 0.1, setting="agnostic")
-    found = judge("R10", subject(*later, answers(ShrunkReviver, 0.7)), KEEP)
-    assert found.verdict == HOLDS
-    assert found.numbers["the shrunk sketch"][0] == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize(

@@ -362,12 +362,17 @@ def test_the_papers_covering_number_is_not_e_to_the_d(note):
 def test_in_few_dimensions_clusters_stop_growing_with_the_text(note):
     radius = math.e / 3
     for D in (2, 3, 16):
-        k = in_ball(4096, D, D)
-        few = len(clusters(k[:512], radius))
-        many = len(clusters(k, radius))
-        if D < 16:
-            assert few <= many <= few + 3
-        else:
-            assert many > 1.8 * few
-        assert many <= most_clusters(D, radius)
-        note("T12", **{f"few_{D}": few, f"many_{D}": many})
+        found = []
+        for seed in range(3):
+            k = in_ball(4096, D, seed)
+            few = len(clusters(k[:512], radius))
+            many = len(clusters(k, radius))
+            if D < 16:
+                assert few <= many <= few + 3
+            else:
+                assert many > 1.8 * few
+            assert many <= most_clusters(D, radius)
+            found.append((few, many))
+        for name, numbers in zip(("few", "many"), zip(*found)):
+            values = {f"{name}_{D}_least": min(numbers), f"{name}_{D}_most": max(numbers)}
+            note("T12", **values)

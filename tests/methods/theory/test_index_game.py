@@ -168,10 +168,13 @@ def test_rows_that_come_back_from_two_matrices_are_no_kronecker_product(note):
 @mark.parametrize("factor", [2, 3])
 def test_bits_survive_relative_noise_as_long_as_the_margins_do(factor, note):
     """Bits survive a relative error up to the margin, with C = 2 ln n and 3 ln n."""
-    bits, keys = deal(32, 2048)
     C = factor * math.log(32)
-    zero, one = separation(32, distortion(keys), C, four=True)
-    limit = (one - zero) / (one + zero)
+    limits = []
+    for seed in range(5):
+        bits, keys = deal(32, 2048, seed)
+        zero, one = separation(32, distortion(keys), C, four=True)
+        limits.append((one - zero) / (one + zero))
+    limit = limits[-1]
 
     def noisy(eta):
         return index_game_four(bits, keys, C, eta=eta, generator=seeded(1))
@@ -182,7 +185,7 @@ def test_bits_survive_relative_noise_as_long_as_the_margins_do(factor, note):
     game = noisy(0.999)
     assert game.zero > game.one
     assert game.right(bits) < 0.9
-    note("T8", **{f"limit_{factor}": limit})
+    note("T8", **{f"least_{factor}": min(limits), f"most_{factor}": max(limits)})
 
 
 def spread_out(n, d, most, generator):

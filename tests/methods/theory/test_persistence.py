@@ -14,12 +14,11 @@ from pytest import approx, mark
 import torch
 from torch.nn.functional import normalize
 
-from common import TOKENS, alone, decoder, tasks
+from common import alone, tasks
 from exact import F64, at_most, check, close, random, seeded, seeds, vector
 from lab.claims.scissorhands_measured import (
     FourBits,
     attention_maps,
-    block_similarity,
     observed,
 )
 from lab.benchmark import text_windows
@@ -48,7 +47,6 @@ from methods.theory.persistence import (
 )
 from nanollm import TINY, checkpoint
 from nanollm.cache import evict_while_reading, make_cache
-from nanollm.model import rope
 from rounding import rounded
 
 starts = st.integers(2, 5)
@@ -555,20 +553,6 @@ def test_the_exact_share_is_simulated_and_the_repaired_bound_above_it(note):
 
 
 # ---- what is observed in a decoder ---
-
-
-@mark.claim("S7")
-@torch.no_grad()
-def test_block_similarity_is_the_decoders_own():
-    model = decoder()
-    x = model.embed(TOKENS)
-    pos = torch.arange(TOKENS.shape[1])[None]
-    for block, cosine in zip(model.blocks, block_similarity(model, TOKENS)):
-        x = x + block.attention(block.norm1(x), rope(model.freq, pos), pos)
-        change = block.mlp(block.norm2(x))
-        expected = torch.cosine_similarity(x, x + change, -1).double().mean()
-        assert close(cosine, expected, 1e-5)
-        x = x + change
 
 
 @check("S7", seeds, st.floats(1.5, 5), examples=10)
