@@ -81,14 +81,15 @@ def P5(on: Subject, keep: float) -> Finding:
 
 
 def P6(on: Subject, keep: float) -> Finding:
-    """Count the heads beyond the first layer whose σ exceeds 1/2."""
-
-    def beyond(A: Tensor, norms: Tensor) -> Tensor:
+    """Count the heads whose σ exceeds 1/2, beyond the first layer and in it."""
+    shares = []  # of each prompt's layers
+    for A, norms in on.heads:
         first, _ = algorithm_1(A, norms, round(keep * A.shape[-1]))
-        return (assumption_1(A, first) > 0.5)[0, 1:].double().mean()
-
-    share = mean(torch.stack([beyond(*x) for x in on.heads]))
-    return Finding(above(share, 0.95), {"heads with σ > 1/2": share})
+        shares.append((assumption_1(A, first) > 0.5)[0].double().mean(-1))
+    shares = torch.stack(shares)
+    share = mean(shares[:, 1:].mean(1))
+    numbers = {"heads with σ > 1/2": share, "in the first layer": mean(shares[:, 0])}
+    return Finding(above(share, 0.95), numbers)
 
 
 def P7(on: Subject, keep: float) -> Finding:
@@ -180,12 +181,7 @@ def P13(on: Subject, keep: float) -> Finding:
     def gain(x: Tensor, y: Tensor) -> Tensor:
         return 1 - x[:, -1].mean() / y[:, -1].mean()
 
-    def more(
-        x: Tensor,
-        y: Tensor,
-        alone: Tensor,
-        plain_alone: Tensor,
-    ) -> Tensor:
+    def more(x, y, alone, plain_alone) -> Tensor:
         return gain(x, y) - gain(alone, plain_alone)
 
     alone = critical["l1_alone"], plain["l1_alone"]

@@ -193,11 +193,13 @@ def P6():
     found = []
     batch = TASKS.batch("needle", 1, N, T)
     for tokens in torch.tensor(batch.tokens):
-        A = weights(tokens[: batch.answers[0].start])[1:, :, -8:].mean(2)
+        A = weights(tokens[: batch.answers[0].start])[:, :, -8:].mean(2)
         first = round(KEEP * A.shape[-1]) // 4
         sigma = [sum(sorted(a)[-first:]) for a in A.flatten(0, 1).tolist()]
-        found.append(np.mean([x > 0.5 for x in sigma]))
-    return {"heads with σ > 1/2": found}
+        over = np.array(sigma) > 0.5
+        found.append((over[H * G :].mean(), over[: H * G].mean()))
+    beyond, inside = zip(*found)
+    return {"heads with σ > 1/2": beyond, "in the first layer": inside}
 
 
 def P7():

@@ -374,5 +374,8 @@ def test_in_few_dimensions_clusters_stop_growing_with_the_text(note):
             assert many <= most_clusters(D, radius)
             found.append((few, many))
         for name, numbers in zip(("few", "many"), zip(*found)):
-            values = {f"{name}_{D}_least": min(numbers), f"{name}_{D}_most": max(numbers)}
+            values = {
+                f"{name}_{D}_least": min(numbers),
+                f"{name}_{D}_most": max(numbers),
+            }
             note("T12", **values)
