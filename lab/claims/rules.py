@@ -132,7 +132,7 @@ def P8(on: Subject, keep: float) -> Finding:
 def P10(on: Subject, keep: float) -> Finding:
     """Correlate L and KL over methods."""
 
-    def correlation(L: Tensor, kl: Tensor) -> float:
+    def correlation(L, kl) -> float:
         return rank_correlation(L.mean(0), kl.mean(0))
 
     rows = [on.of_text(name, keep) for name in COMPARED]
@@ -178,7 +178,7 @@ def P13(on: Subject, keep: float) -> Finding:
     critical = on.of_text("SnapKV+critical", keep)
     plain = on.of_text("SnapKV", keep)
 
-    def gain(x: Tensor, y: Tensor) -> Tensor:
+    def gain(x, y) -> Tensor:
         return 1 - x[:, -1].mean() / y[:, -1].mean()
 
     def more(x, y, alone, plain_alone) -> Tensor:
