@@ -95,7 +95,7 @@ def P6(on: Subject, keep: float) -> Finding:
 def P7(on: Subject, keep: float) -> Finding:
     """Measure the share of heads whose L is lower than with SnapKV."""
 
-    def lower(name: str, than: str) -> Number:
+    def lower(name, than):
         L = [on.of_text(x, keep)["l1_alone"] for x in (name, than)]
         return over_texts(lambda x, y: (x.mean(0) < y.mean(0)).double().mean(), *L)
 
@@ -146,7 +146,7 @@ def P11(on: Subject, keep: float) -> Finding:
     """Interpolate the budget at which each rule has the KL that the norms give."""
     kept = 2 * keep, keep, keep / 2
 
-    def saved(kl: Tensor) -> float:  # (texts, 1 + len(kept))
+    def saved(kl):  # (texts, 1 + len(kept))
         norms, *plain = kl.mean(0).tolist()
         rising = np.maximum.accumulate(plain)
         return 1 - keep / 2 ** np.interp(norms, rising, np.log2(kept))
@@ -164,7 +164,7 @@ def P12(on: Subject, keep: float) -> Finding:
     """Measure the KL of half of the texts, compressed again whenever half of one is held."""
     texts = on.text.tokens[: on.half].split(PART // 2)
 
-    def measured(some: Tensor) -> Tensor:
+    def measured(some):
         return long_answer(on.model, some, keep, SnapKV.select, Critical()).cpu()
 
     plain, norms = torch.cat(on.spread(measured, texts), 1)
@@ -237,15 +237,18 @@ def C2(on: Subject, keep: float) -> Finding:
         alike[f"similarity, {name}"] = jaccard.mean((1, 2)).cpu()
     more = mean(alike["similarity, chunks"] - alike["similarity, SnapKV"])
 
-    def pairs_found(reuse: int) -> Tensor:
+    def pairs_found(reuse):
         options = WINDOW | dict(reuse=reuse)
         return on.answered(ChunkKV, keep, "unmarked pairs", **options)
 
     alone = pairs_found(1)
     reuse = pairs_found(2)
     pairs = {"pairs, single layers": alone, "pairs, groups of two": reuse}
+    numbers = means(alike | pairs)
+    if alone.mean() < 0.1:
+        return Finding(UNFIT, numbers, "single layers find too few pairs to lose any")
     verdict = both(above(more), above(mean(reuse - alone), -0.1))
-    return Finding(verdict, means(alike | pairs))
+    return Finding(verdict, numbers)
 
 
 # ---- KVReviver ----
@@ -274,7 +277,7 @@ def R6(on: Subject, keep: float) -> Finding:
     b = round(keep * a / 3)  # slots of a row
     errors = {"keys": [], "values": [], "centred keys": []}
 
-    def note(what: str, read: Tensor, true: Tensor):
+    def note(what, read, true):
         texts = zip(read.split(1), true.split(1))
         errors[what].append([relative_error(*text) for text in texts])
 
