@@ -220,7 +220,7 @@ axis.grid(alpha=0.3)
 axis.legend();
 
 # %% [markdown]
-# The order is as proven (claims P3, P4), but θ is 2.8 to 4.2 times $\mathcal L$. And on *built*, the decoder here, Assumption 1 often fails. On SmolLM2 it holds in 96 % of the heads (claim P6). The budgets 63, 32 and 16 are 25, 12.5 and 6.25 % of the prompt. With them, σ > 1/2 holds in 70, 60 and 31 % of the heads. The paper's Figure 4 shows $S$, the weight of the *whole* budget, which is larger.
+# The order is as proven (claims P3, P4), but θ is 2.8 to 4.2 times $\mathcal L$. And on *built*, the decoder here, Assumption 1 often fails. On SmolLM2 it holds in 96 % of the heads above the first layer (claim P6). The budgets 63, 32 and 16 are 25, 12.5 and 6.25 % of the prompt. With them, σ > 1/2 holds in 70, 60 and 31 % of the heads. The paper's Figure 4 shows $S$, the weight of the *whole* budget, which is larger.
 #
 # If σ > 1/2, stage 2 minimises $\hat\theta$. Does it lower θ, too? We compare two stages with plain weights, at 64 entries:
 
