@@ -247,7 +247,7 @@ for claim, judged in found.groupby("claim", sort=False):
         print("   ", "; ".join(f"{name}: {verdict}" for name, verdict in verdicts.items()))
 
 # %% [markdown]
-# P6, P10 and P12 are the surprise: we had refuted them on *built*, and on SmolLM2 they hold. [CLAIMS.md](../CLAIMS.md) explains each rule. "Undecided" means that the documents were too few.
+# P6, P10 and P12 are the surprise: we had refuted them on *built*, and on SmolLM2 they hold, with a quarter of the entries. [CLAIMS.md](../CLAIMS.md) explains each rule. "Undecided" means that the documents were too few.
 #
 # ## Three things to remember
 #
