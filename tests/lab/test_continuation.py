@@ -60,7 +60,10 @@ def outputs(model, kind=Method, **options) -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def test_l1_is_the_change_of_each_head_s_output_with_those_below(model, full):
-    found = continuation(model, full, maker(model, H2O, 10 / CUT))["l1"]
+    row = continuation(model, full, maker(model, H2O, 10 / CUT), alone=True)
+    found = row["l1"]
+    # no layer is below the first
+    torch.testing.assert_close(row["l1_alone"][:, 0], found[:, 0])
     pairs = zip(outputs(model), outputs(model, H2O, budget=10))
     for i, (y, evicted) in enumerate(pairs):
         w_o = model.blocks[i].attention.o.weight.split(D, 1)  # of each head
