@@ -11,6 +11,7 @@ from pytest import approx, fixture, mark, raises
 
 from course import command
 from course.assignments import ASSIGNMENTS, PROBLEMS
+from course.expect import Wrong, same
 from course.functions import emptied, imported, place, spliced
 from course.grader import cases, failure, handed_in
 from course.make import COMMAND_LIST, make
@@ -168,6 +169,11 @@ def test_right_solutions_pass_and_wrong_ones_are_caught(name, monkeypatch):
         assert any(by_public) and len(by_public) >= 3, problem
         everywhere += by_public
     assert not all(everywhere)
+
+
+def test_a_number_of_another_kind_is_wrong():
+    with raises(Wrong, match="the count: expected 3, got 3.0"):
+        same(3.0, 3, "the count")
 
 
 def test_points_by_hand(monkeypatch, capsys, tmp_path):

@@ -107,11 +107,6 @@ def test_a_batch_may_be_divided(built, encoder, monkeypatch):
         assert row == same
 
 
-class Other(KVzip):
-    def scores(self, *of):
-        return [-score for score in super().scores(*of)]
-
-
 def test_kvzip_scores_a_prompt_once_for_all_budgets(built, encoder, monkeypatch):
     scored = []
     scores = KVzip.scores
@@ -119,7 +114,7 @@ def test_kvzip_scores_a_prompt_once_for_all_budgets(built, encoder, monkeypatch)
     monkeypatch.setattr(KVzip, "scores", note)
     jobs = jobs_of(built, "kvzip", "kvzip@4")
     jobs += jobs_of(built, "kvzip", ratio=0.5)
-    other = Job("other", 0.25, maker(built, Other, 0.25))
+    other = Job("other", 0.25, maker(built, KVzip, 0.25, piece=9))
     jobs = dict(agnostic=[*jobs, other])
     first, rounded, second, last = answered(built, encoder, ASKED[:1], jobs)
     assert len(scored) == 2

@@ -33,6 +33,12 @@ def full(model):
 # ---- a compressed cache against the full one ----
 
 
+@torch.inference_mode()
+def test_no_layer_is_below_the_first(model, full):
+    row = continuation(model, full, maker(model, H2O, 10 / CUT), alone=True)
+    torch.testing.assert_close(row["l1_alone"][:, 0], row["l1"][:, 0])
+
+
 def test_perturbation_is_the_same_of_a_prompt_that_was_replayed(model, full):
     """tests/test_referee.py measures it anew."""
     options = dict(window_size=5, ends=torch.arange(V) % 4 == 0)

@@ -63,6 +63,9 @@ def test_questions_of_one_context_count_as_their_mean():
         assert (mean[key], error[key]) == pytest.approx(expected)
     mean, _ = means(wide(frame_of(records(FIRST | {5: 2})), "score"))
     assert mean["h2o", 25] == pytest.approx(over_tasks(SCORES["h2o"])[0])
+    # of a task with one context no error is known
+    _, error = means(wide(frame_of(records(FIRST | {4: 1, 6: 1})), "score"))
+    assert error.isna().all()
 
 
 def test_shares_of_the_full_cache_are_paired_by_context():

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from common import reading_within, tasks
-from lab.retrieval import budget_for, maker, retrieve
+from lab.retrieval import answers, budget_for, maker, retrieve
 from methods.baselines.h2o import H2O
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.rounded import RoundedSlots
 from nanollm import TINY
-from nanollm.cache import Method, compress, crop
+from nanollm.cache import Method, compress, crop, make_cache
 from nanollm.checkpoint import from_hf
 from nanollm.model import Decoder
 
@@ -94,6 +94,23 @@ def test_each_of_several_questions_comes_after_the_answer_given_before():
         assert 0 < found[setting].mean() < 1
         (alone,) = retrieve(model, batch, make, settings=(setting,)).values()
         assert alone.equal(found[setting])
+
+
+def test_the_decoder_reads_its_own_wrong_answer_and_not_the_right_one(model):
+    batch = needles(questions=2)
+    tokens = torch.from_numpy(batch.tokens)
+    read = []
+
+    def reader(part, caches, **options):
+        read.append(part)
+        return model(part, caches, **options)
+
+    first, second = batch.answers
+    fed = batch.question
+    said = answers(reader, tokens, batch.answers, fed, make_cache(model))
+    between = tokens[:, first.stop : second.start]
+    parts = tokens[:, fed : first.start], said[0], between, said[1][:, :-1]
+    assert torch.cat(read, 1).equal(torch.cat(parts, 1))
 
 
 @pytest.mark.parametrize(

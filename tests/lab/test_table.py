@@ -34,6 +34,7 @@ def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
     assert row["live_16"] == 50 * 1024  # of one text
     first = ["h2o", "12.5", "%", "50", *map("{:.2f}".format, SHARES.values())]
     assert table.show(row).split() == [*first, "0.567"]
+    assert "at most 0.25\n" in table.header(row)  # 0.5 / √(5 − 1)
     # without a budget: what it kept
     row["keep_ratio"] = None
     assert table.budget(row) == "(40 %)"

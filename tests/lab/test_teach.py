@@ -9,6 +9,7 @@ from lab import lessons, teach
 from lab.loading import calibrated
 from lab.made_questions import Maker
 from lab.methods_by_name import pick
+from lab.question_file import contexts, read
 from methods.ours import question_gates
 from nanollm import TINY, checkpoint
 
@@ -39,6 +40,9 @@ def test_gates_are_taught_and_judged(file, capsys, monkeypatch):
     teach.main(options)
     text = capsys.readouterr().out
     assert "3 contexts of" in text and text.count("taught") >= 5
+    judges = sum(contexts(read(file))[1::2], [])
+    title, counted, *_ = text[text.index("Questions held out") :].splitlines()
+    assert counted.endswith(f"; {len(judges)} questions")
     model = checkpoint.from_hf(TINY)
     variant = pick(["question_gates"])["question_gates"]
     before = calibrated(variant, model, ENCODING)

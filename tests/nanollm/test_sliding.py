@@ -125,7 +125,7 @@ def test_a_method_compresses_the_layers_that_see_everything(family, name):
     hidden = evicted(model, kept)
     after = torch.cat((TOKENS[:, -1:], AFTER), 1)
     appends = kept[0][0].method.appends
-    assert len(as_decoded(AFTER, memory.caches)) == 1 if appends else 2 * W
+    assert len(as_decoded(AFTER, memory.caches)) == (1 if appends else 2 * W)
     if appends:
         same(read(model, memory, after, 1), masked(model, hidden, after))
     # else the method evicts on; test_contract.py follows that

@@ -263,8 +263,12 @@ def test_s7_one_layer_that_does_not_persist_is_enough(lower, verdict, monkeypatc
     found = torch.tensor([0.99, 0.95, 3.0, 0.5])[:, None, None].repeat(1, 1, 3)
     if lower is not None:
         found[lower, :, 1] /= 2
+    found[3] = torch.tensor([0.2, 0.3, 0.4])
     monkeypatch.setattr(rules, "observed", lambda model, tokens: found)
-    assert judge("S7", subject()).verdict == verdict
+    judged = judge("S7", subject())
+    assert judged.verdict == verdict
+    share, _ = judged.numbers["its share by chance"]
+    assert share == pytest.approx(found[3, 0, found[0, 0].argmin()].item())
 
 
 # ---- what a model cannot judge, and what is stored ----
