@@ -5,10 +5,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common import reading_within
-from lab.continuation import continuation, head_outputs, perturbation, reference
+from lab.continuation import continuation, head_outputs, reference
 from lab.retrieval import maker
 from methods.baselines.h2o import H2O
-from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from nanollm.cache import Method
 from nanollm.model import Decoder
 
@@ -37,16 +36,6 @@ def full(model):
 def test_no_layer_is_below_the_first(model, full):
     row = continuation(model, full, maker(model, H2O, 10 / CUT), alone=True)
     torch.testing.assert_close(row["l1_alone"][:, 0], row["l1"][:, 0])
-
-
-def test_perturbation_is_the_same_of_a_prompt_that_was_replayed(model, full):
-    """tests/test_referee.py measures it anew."""
-    options = dict(window_size=5, ends=torch.arange(V) % 4 == 0)
-    make = maker(model, SemanticChunkKV, 0.2, **options)
-    row = continuation(model, full, make, full.recording, alone=True)
-    found = perturbation(model, full, make)
-    torch.testing.assert_close(row["l1_alone"], found, rtol=1e-4, atol=1e-5)
-    assert found.min() > 0.01
 
 
 @torch.no_grad()

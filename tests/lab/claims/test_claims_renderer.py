@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 import re
-from types import SimpleNamespace
 
 import claims_page
 from claims_page import PLACEHOLDER, page, write_or_compare
-import claims_plugin
 import pytest
 
 from lab.claims.claims_command import STORED
@@ -154,14 +152,3 @@ def test_a_run_of_all_tests_fails_where_they_and_the_claims_disagree(typed, tmp_
     assert "S5.printed_above" in out
     assert "markers of unknown claims: T99" in out
     assert "S5.n," not in out
-
-
-def test_claims_are_written_by_a_run_of_all_tests_only():
-    config = SimpleNamespace(
-        option=SimpleNamespace(write_claims=True, keyword="a"),
-        addinivalue_line=lambda *_: 0,
-        args=["tests"],
-        getini=lambda _: ["tests"],
-    )
-    with pytest.raises(pytest.UsageError, match="needs a run of all tests"):
-        claims_plugin.pytest_configure(config)
