@@ -24,7 +24,7 @@ def recorded():
         records.append((f"tests/test_{name[0]}.py::test_{name}[1]", "claim", name))
     stored = {f"{row['claim']}.{name}" for row in ROWS for name in row["numbers"]}
     for name, _ in PLACEHOLDER.findall(texts()):
-        if re.sub(r" at [\d.]+| @\w+| ±", "", name) not in stored:
+        if re.sub(r" at (50|12\.5|6\.25)| @\w+| ±", "", name) not in stored:
             records.append(("tests/test_P.py::test_P1", name, -0.126))
     return records
 
