@@ -181,6 +181,7 @@ def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone(monkeypat
 
     def note(adam, *_):
         rates.append([group["lr"] for group in adam.param_groups])
+        adam.step()
 
     monkeypatch.setattr(question_gates, "descend", note)
     taught(model, asked, given, steps=4, rate=8, edges_rate=4)
