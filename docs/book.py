@@ -36,7 +36,7 @@ MATH_FILES = [
 ]
 MATH = """<script>MathJax = {{loader: {{load: ["input/tex", "output/chtml"]}}}}</script>
 <script defer src="{}/mathjax/startup.js"></script></body>"""
-# The theme loads this script from the net, for search in pages opened from the disk.
+# The theme takes from the net what search needs in pages opened from the disk; the book has it.
 SHIM = "https://unpkg.com/iframe-worker/shim"
 
 
@@ -155,7 +155,10 @@ def on_post_page(output, page, config):
 
 
 def on_post_template(output_content, template_name, config):
-    return output_content.replace(SHIM, "iframe-worker.js")
+    """Drop the page of the 404 if the site's address, which its links need, is not known."""
+    if template_name == "404.html" and not config.site_url:
+        return ""
+    return output_content.replace(SHIM, f"{config.site_url}iframe-worker.js")
 
 
 def on_post_build(config):
