@@ -15,6 +15,7 @@ import sys
 import tokenize
 
 FUNCTION = ast.FunctionDef, ast.AsyncFunctionDef
+FENCE = "{.python data-search-exclude=1}"  # search finds names and words
 RULE = re.compile(r"-{3,} (.*?) -{3,}")  # "---- the methods ----" is a heading
 
 
@@ -114,7 +115,7 @@ def page(path: str, source: str) -> str:
             parts.append(f"### `{row['name']}`")
         parts += [*row["words"], "</div>"]
         if row["code"]:
-            parts.append(f"````python\n{row['code']}\n````")
+            parts.append(f"````{FENCE}\n{row['code']}\n````")
         parts.append("</div>")
     return "\n\n".join([*parts, "</div>"]) + "\n"
 

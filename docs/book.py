@@ -32,7 +32,8 @@ MATH_FILES = [
     "input/tex.js",
     "output/chtml.js",
     "output/chtml/fonts/tex.js",
-    "output/chtml/fonts/woff-v2/*.woff",
+    "output/chtml/fonts/woff-v2/MathJax_[AMCZ]*.woff",  # without Fraktur, Typewriter and others
+    "output/chtml/fonts/woff-v2/MathJax_Size*.woff",
 ]
 MATH = """<script>MathJax = {{loader: {{load: ["input/tex", "output/chtml"]}}}}</script>
 <script defer src="{}/mathjax/startup.js"></script></body>"""
@@ -90,7 +91,7 @@ def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
         if cell.cell_type == "markdown":
             parts.append(cell.source)
             continue
-        parts.append(f"````python\n{cell.source}\n````")
+        parts.append(f"````{annotate.FENCE}\n{cell.source}\n````")
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "image/png" in data:
@@ -99,7 +100,9 @@ def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
                 parts.append(f"![]({name}){{.figure}}")
             else:
                 text = output.get("text") or data.get("text/plain", "")
-                parts.append(f"````{{.text .output}}\n{text.rstrip()}\n````")
+                parts.append(
+                    f"````{{.text .output data-search-exclude=1}}\n{text.rstrip()}\n````"
+                )
     return "\n\n".join(parts), figures
 
 
@@ -164,6 +167,6 @@ def on_post_template(output_content, template_name, config):
 def on_post_build(config):
     """Leave out what no reader's browser asks for."""
     site = Path(config.site_dir)
-    for path in [*site.rglob("*.map"), site / "search/search_index.json"]:
-        path.unlink()  # search_index.js has the same
+    for path in site.rglob("*.map"):
+        path.unlink()
     shutil.rmtree(site / "assets/javascripts/lunr")  # other languages than English
