@@ -68,7 +68,10 @@ def markdown(lines: list[str]) -> str:
 
 
 def rows(source: str) -> list[dict]:
-    """Return the rows: name of what is defined, words (Markdown), code. The first is the file's."""
+    """Return the rows: name of what is defined, words (Markdown), code. The first is the file's.
+
+    above: words that stand before the name.
+    """
     tree = ast.parse(source)
     lines = source.splitlines()
     starts = {}  # number of a row's first line → the row
@@ -98,8 +101,7 @@ def rows(source: str) -> list[dict]:
         row["code"] = re.sub(r"\A(\s*\n)+", "", code).rstrip()
         # words without code belong to what comes next, but for the file's own
         if len(result) > 1 and not result[-1]["code"]:
-            above = result.pop()
-            row["words"] = above["words"] + row["words"]
+            row["above"] = result.pop()["words"]
         if row["words"] or row["code"]:
             result.append(row)
     return result
@@ -111,6 +113,7 @@ def page(path: str, source: str) -> str:
     for row in rows(source):
         kind = "row definition" if row["name"] else "row"
         parts.append(f'<div class="{kind}" markdown>\n<div class="words" markdown>')
+        parts += row.get("above", [])
         if row["name"]:
             parts.append(f"### `{row['name']}`")
         parts += [*row["words"], "</div>"]

@@ -21,7 +21,7 @@ import annotate
 
 FENCED = re.compile(r"(^```.*?^```+$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
-NAME = re.compile(r"(?<![\[`])`([\w/.]+\.(?:py|ipynb|md))`(?![\]`])")
+NAME = re.compile(r"(?<![\[`])`([\w/.]+\.(?:py|ipynb|md|html))`(?![\]`])")
 # Python-Markdown wants an empty line between a paragraph and a list
 LIST = re.compile(r"^(?!\s|[-*|] |\d+\. )(.+)\n(?=- |1\. )", re.MULTILINE)
 
@@ -110,9 +110,10 @@ def on_page_markdown(markdown, page, config, files):
     """Let links, and paths in `backticks`, lead to pages; other links into the repository."""
     here = posixpath.dirname(page.file.src_uri)
     pages = {source_of(path): path for path in files.src_uris}
-    lessons = {
-        posixpath.basename(path): path for path in pages if path.endswith(".ipynb")
-    }
+    short = {}  # the names of lessons and of annotated files
+    for path, uri in pages.items():
+        if path.endswith(".ipynb") or uri == f"{path}.md":
+            short[posixpath.basename(path)] = path
 
     def link(match):
         text, target, anchor = match.groups(default="")
@@ -127,7 +128,7 @@ def on_page_markdown(markdown, page, config, files):
         )
 
     def name(match):
-        path = lessons.get(match[1], match[1])
+        path = short.get(match[1], match[1])
         if path not in pages or pages[path] == page.file.src_uri or path == "README.md":
             return match[0]
         return f"[{match[0]}]({posixpath.relpath(pages[path], here or '.')})"
