@@ -121,8 +121,8 @@ def replay(recordings: list[list[Recording]], caches: list[Slots]) -> int:
 
     This replaces `feed`, without the decoder and without attention's output, which is the full
     cache's. recordings: for each part of the prompt, one per layer. The caches have already
-    received all parts but the last. Raises CannotReplay if a cache does not show attention all
-    tokens unchanged. The part is written at once, or in the pieces that the store takes, so the
+    received all parts but the last. Raises CannotReplay if a cache hides tokens from attention or
+    changes them. The part is written at once, or in the pieces that the store takes, so the
     returned bytes lack the slack of buffers that grow.
     """
     peak = 0

@@ -257,7 +257,7 @@ class Decoder(nn.Module):
 
         With `last`, only the logits of the last tokens, (B, last, V). `pos` (B or 1, T) overrides
         the positions (training uses position jumps). Raises ValueError, before a cache changes,
-        if the sequence would exceed config.max_len or an argument does not fit.
+        if the sequence would exceed config.max_len or another argument does not fit.
         """
         check_forward(self, tokens, cache, last)
         if cache:

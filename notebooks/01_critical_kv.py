@@ -283,7 +283,7 @@ for words, names in pairs.items():
     print(f"{words:42}", *(f"{cell:9.0%}" for cell in cells))
 
 # %% [markdown]
-# Dropping the pool, without any norms, gains about as many heads as CriticalKV does. Here the norms alone gain in 44 % of the heads at 25 %, and in fewer with less. The rule of P7 counts 58 ± 5 % on *built* and 49 % on SmolLM2. So most of the lower $\mathcal L$ comes from the missing pool.
+# Dropping the pool, without any norms, gains about as many heads as CriticalKV does. Here the norms alone gain in 44 % of the heads at 25 %, and in fewer with less. The rule of P7 counts 44 ± 5 % on *built* and 52 % on SmolLM2. So most of the lower $\mathcal L$ comes from the missing pool.
 #
 # ## Are the answers better?
 #
@@ -318,7 +318,7 @@ for name, select in {"SnapKV": SnapKV.select, "Critical": Critical()}.items():
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# The question's last token looks at the *first* token of the value. The answer also needs the second, which no query of the prompt looks for. The pool reaches three tokens further, so it keeps both. Unpooled scores drop the second token in many heads.
+# On *built* the question's last token looks at the *first* token of the value. The answer also needs the second, which no query of the prompt looks for. The pool reaches three tokens further, so more heads keep both. Unpooled scores drop the second one in most heads.
 #
 # ## Does a smaller change mean better text?
 #

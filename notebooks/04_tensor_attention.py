@@ -5,7 +5,7 @@
 #
 # Each token has two keys and two values. The pair $(a, b)$ has the key $k_{1,a} \circ k_{2,b}$ and the value $v_{1,a} \circ v_{2,b}$ (elementwise products). After $n$ tokens there are $n^2$ pairs. $K_1 \oslash K_2$ is the matrix of all pair keys.
 #
-# The paper (Chen et al., arXiv 2503.11108) finds a trade-off of time against memory, proves lower bounds on the memory, and uses SubGen, an estimate for keys that form clusters. This notebook runs all three. T1 to T13 are claims in [CLAIMS.md](../CLAIMS.md). The dimension of a head is $d$ in the text and `D` in the code.
+# The paper (Chen et al., arXiv 2503.11108) finds a trade-off of time against memory, proves lower bounds on the memory, and uses SubGen, an estimate for keys that form clusters. This notebook runs all three. T1 to T13 are claims in [CLAIMS.md](../CLAIMS.md). The dimension of a head is $d$ here, and `D` in the caches' code.
 #
 # **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `methods/tensor_attention.py`, `methods/theory/clustering.py`, `methods/theory/index_game.py`. **Time:** half an hour to read, a minute to run, mostly to train two small decoders.
 
@@ -125,7 +125,7 @@ axis.legend(fontsize=8);
 #
 # The lower bounds are games. Alice writes $n \times d$ bits into a cache: token $t$ gets a key $k_{1,t}$ of its own, and the bits of row $t$ as its value $v_{1,t}$; $k_2 = v_2 = 1$. Bob gets only the cache. To read row $t$ he asks with the query $C\,k_{1,t}$. If $C = 2 \ln n$, the right key outweighs all others. If Bob can read every row, the cache must hold all $nd$ bits, whatever it looks like inside.
 #
-# The keys are random. They are orthonormal up to ε, if $d$ is large compared with $\log n$. The bits are a picture of 32 rows and 2048 columns. A coin that Bob knows flips each bit, so that no bit can be guessed from its neighbours.
+# The keys are random. They are orthonormal up to ε, if $d$ is large compared with $\log n$. The bits are a picture of 32 rows and 2048 columns. Coins that Bob knows flip half of the bits, so that no bit can be guessed from its neighbours.
 
 # %%
 picture = Image.new("1", (128, 32))
@@ -176,7 +176,7 @@ for count in 8, 32, 128:
 #
 # The bounds hold for caches that answer *every* query. If queries are short ($\lVert q\rVert \le r$) and keys form few clusters, an estimate needs less. SubGen keeps $t$ random keys of each cluster of radius δ, for the normaliser τ. For the numerator $z$ it keeps $s$ values with their keys, drawn in proportion to $\lVert v\rVert^2$.
 #
-# Lemma 5.1 (SubGen4Cache) samples $(k_1, v_1)$ and $(k_2, v_2)$ apart and pairs the samples. The paper gives no algorithm for this. In ours (`crossed`) every left sample meets every right one, which costs no extra byte. (Lemma 5.2, SubGen2Cache, streams all pairs, but must keep all earlier tokens to form them; it is never smaller than the exact cache.)
+# Lemma 5.1 (SubGen4Cache) says that this works if $k_1$ and $k_2$ form few clusters. The paper gives no algorithm for this. In ours (`crossed`) every left sample meets every right one, which costs no extra byte. (Lemma 5.2, SubGen2Cache, streams all pairs, but must keep all earlier tokens to form them; it is never smaller than the exact cache.)
 #
 # The numerator and the normaliser are unbiased; their ratio is not, because $E[1/\tau] > 1/E[\tau]$ (claim T10). What does an estimate cost? The figure has the error, relative to the norm of the output, over the bytes held (in 32 bits). A simple rival holds as many bytes: a random subset of the *tokens*, with all their pairs.
 

@@ -47,7 +47,10 @@ def test_every_file_is_installed(installed):
     [
         ("--methods full kvzip@4 --keep 25 --documents 2 --lengths 256", "kvzip@4"),
         ("generate", "Right answer: 2356; the full cache answers 2356"),
-        ("claims --claims P6 --documents 2 --length 128", "verdict by the rule"),
+        (
+            "claims --claims P6 --documents 2 --length 128",
+            "verdict at 50, 25, 12.5, 6.25 %",
+        ),
     ],
 )
 def test_commands_run_in_another_folder(installed, tmp_path, command, says):

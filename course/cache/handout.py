@@ -70,7 +70,7 @@ check = checker("cache")
 #
 # A query sees a slot if the slot's position is at most its own.
 #
-# `slot_pos` is (B, H, S): the slots' positions, in any order. It is (B, 1, S) if all heads hold the same tokens; then so is the mask. `pos` is (B, T) or (1, T): the queries' positions; a single row serves the whole batch. Return a mask, (B, H, T, S).
+# `slot_pos` is (B, H, S): the slots' positions, in any order. If all heads hold the same tokens it is (B, 1, S), and the mask (B, 1, T, S). `pos` is (B, T) or (1, T): the queries' positions; a single row serves the whole batch. Return a mask, (B, H, T, S).
 #
 # - `bias` is `None`: the mask is `torch.bool`, true where the query sees the slot.
 # - `bias` is (B, H, S), a number to add to each slot's score: the mask is (B, H, T, S) and has the dtype of `bias`. It holds the slot's bias where the query sees the slot, and −∞ elsewhere.

@@ -155,7 +155,7 @@ check("means")
 # %% [markdown]
 # ## 8. `ShrunkSketch.centred` (4 points, check `shrink`)
 #
-# Our repair. Noise grows with the neighbours' size, and most of that is the mean that all tokens share. So store the mean exactly and use the sketch for the rest only. Where the sketch is mostly noise, trust it less. Read
+# Our repair. Noise grows with the neighbours' size, and part of that is the mean that all tokens share. So store the mean exactly and use the sketch for the rest only. Where the sketch is mostly noise, trust it less. Read
 #
 # $$\text{mean} + \text{factor} \cdot \text{median of the slots without the mean}, \qquad \text{factor} = \frac{1}{1 + \text{noise}}.$$
 #

@@ -195,7 +195,7 @@ def nearly_orthogonal(
     """Return a layer and tokens (n + 1, d) that meet the conditions of B.1 with a small ε.
 
     The first n tokens are nearly orthogonal; the newest is a mix of them. W_V W_O is nearly 0.9
-    times the identity, and W_Q W_Kᵀ sharp · n times. The factor n undoes the 1/t of the softmax.
+    times the identity, and W_Q W_Kᵀ sharp · n times. The factor n nearly cancels the softmax's 1/t.
     """
 
     def near_identity(scale: float) -> Tensor:
@@ -402,7 +402,7 @@ def failure(beta: float, k: float, u: float, eps: float, n: int) -> float:
     """Return a bound of the probability that one of two bad events happens in n draws.
 
     1. Σv ≤ (1−ε) E[Σv]. Maurer (2003): the probability is at most exp(−n ε² E[v]²/(2 E[v²])).
-       Hoeffding's bound has (u − b)² instead of 4 E[v²], and says nothing about a heavy tail.
+       Hoeffding's bound has (u − b)²/2 for 2 E[v²], and says nothing about a heavy tail.
     2. At most (1−β)n draws lie below the (1−β)/(1−ε) quantile. Hoeffding's bound, as in the proof.
     """
     check_law(beta, k, u, eps)
