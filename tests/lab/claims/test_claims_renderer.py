@@ -61,7 +61,7 @@ def test_a_claim_has_its_sentence_verdicts_number_rule_and_tests(recorded):
     (row,) = [row for row in rows if tuple(row[key] for key in keys) == wanted]
     numbers = row["numbers"]["change by the paper's rule"]
     mean, error = (f"{x:.3f}".replace("-", "−") for x in numbers)
-    line = f"holds at 50 % | ✓✗?– | ✗✗✗✗ | ✓✗?– | The norms change the KL by {mean}"
+    line = f"holds at 50 % | ✓✗?– | ✗✗✗✗ | ✓✗?– | The paper's rule changes the KL by {mean}"
     assert f"{line} ± {error}" in text
     assert "| measured at 135 M | ✓✗?– |" in text
     assert "L is −0.126 if kept" in text  # as the test recorded it
