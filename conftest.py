@@ -29,6 +29,7 @@ def pytest_xdist_auto_num_workers(config):
 
 # these files begin first, in this order, so that no process runs a long one alone at the end
 LONGEST = (
+    "test_every_rule",
     "test_course",
     "test_contract",
     "test_nano",
