@@ -106,7 +106,7 @@ def of_task(batch: Batch, i: int, known: bool = False) -> Asked:
 
 
 def continued(text: Tensor) -> Asked:
-    """Return plain text (1, T) whose last tokens, but for the first of them, are the answer."""
+    """Return plain text (1, T) whose last CONTINUED − 1 tokens are the answer."""
     n = text.shape[1] - CONTINUED
     tokens = text[:, n:]
     right = torch.ones_like(tokens, dtype=torch.bool)

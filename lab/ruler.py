@@ -6,7 +6,7 @@ lm-evaluation-harness makes them (pip install "lm-eval[ruler]", optional). Each 
 a JSON object: context, question, answer_prefix, answers, task, max_new_tokens. The question begins
 where NVIDIA/kvpress divides RULER, so that a query-agnostic method compresses the context alone.
 
-RULER hides needles in Paul Graham's essays, which have to be downloaded. Unless --essays is given,
+Five tasks hide needles in Paul Graham's essays, which must be downloaded. Unless --essays is given,
 this repository's held-out text replaces them; the names of these tasks then end in *. A document
 has a random part of either.
 """

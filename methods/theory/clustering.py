@@ -1,4 +1,4 @@
-"""Estimate attention from samples (SubGen), and compute the constants that its lemmas leave open.
+"""Estimate attention from samples (SubGen), and compute the constants of Lemmas 5.1 and 5.2.
 
 SubGen (Zandieh et al., arXiv 2402.06082) reads keys and values one by one. Its memory stops growing
 if keys cluster. It keeps t random keys of each cluster of radius δ, to estimate the softmax's
