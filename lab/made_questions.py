@@ -3,8 +3,8 @@
     python -m lab.made_questions --model smollm2 --kinds seen unseen --out made.jsonl
 
 writes questions that judge gates: of held-out text and words, in wordings that teach (seen), in
-others (unseen), or in words that a small decoder can complete (copied). Names of people also occur in
-lessons.
+others (unseen), or in words that a small decoder can complete (copied). Names of people also
+occur in lessons.
 
 A context is text of a split (corpus.py) with facts in it. Facts are sentences here and there, or
 lines of a list, of a table or of JSON. A value is a number, a word, two words, a name or a date; a
