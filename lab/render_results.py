@@ -161,8 +161,8 @@ def rendered() -> str:
     """Return the text of RESULTS.md."""
     parts = [
         HEAD,
-        "Columns of the tables of `python -m nanollm`:",
-        f"```\n{table.terms()}\n```",
+        "Columns of the tables of `python -m nanollm`, and then of those with `--questions`:",
+        f"```\n{table.terms()}\n\n{question_table.TERMS}\n```",
         *map(section, SECTIONS),
     ]
     return "\n\n".join(parts) + "\n"

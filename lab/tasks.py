@@ -1,7 +1,8 @@
 """Retrieval tasks made from real text (corpus.py).
 
-A task makes a document of exactly T tokens: real text with facts in it, then questions and answers.
-Each token has a role. Evaluation cuts the document where the question starts.
+A task makes a document of exactly T tokens: real text with facts in it, then questions and answers
+(`plain` is text alone). Each token has a role. Evaluation cuts the document where the question
+starts.
 """
 
 from collections import Counter

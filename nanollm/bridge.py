@@ -23,7 +23,7 @@ Tried with transformers 5.2, 5.23 and 5.24. From 5.24 on, the argument `past_key
 `cache`. There the bridge takes both names, as transformers does.
 
 Most calls that the bridge cannot serve raise a ValueError before the first layer runs, and change
-nothing. If a layer refuses (its scores are capped, the mask is not causal), make a new memory.
+nothing. If a layer refuses (it has sink logits, the mask is not causal), make a new memory.
 """
 
 from functools import cached_property, partial

@@ -378,7 +378,7 @@ class Slots:
         return stored + self.remembered()
 
     def counted_slots(self, slots: dict[str, Tensor]) -> list[Stored]:
-        """Return the buffers of slots, with as many live numbers as slots hold an entry."""
+        """Return the buffers of slots; those numbers live whose slot holds an entry."""
         stored = []
         for name, x in slots.items():
             live = self.live() * math.prod(x.shape[3:])

@@ -160,7 +160,7 @@ axes[0].legend(loc="upper left", fontsize=8);
 #
 # ## What the budget loses: the printed bound
 #
-# Theorem 4.1 (B.2, B.3) bounds the lost mass. Weights are $v_j/\sum v$, with $v$ from a power law $c\,(x+b)^{-k}$ on $[0, u-b]$. The cache drops the share $1-\beta$ of the smallest. The paper prints (Eq. 11) that the loss is at most $\frac{1-\beta}{0.98(1-\varepsilon)^2}\bigl(k-(k-1)\bigl(\tfrac{1-\varepsilon}{\beta-\varepsilon}\bigr)^{1/(k-1)}\bigr)$ for $u \ge 5b$. The figure shows it with ε → 0, the exact loss (`tail_mass`), and simulations.
+# Theorem B.3, a step in the proof of Theorem 4.1, bounds the lost mass. Weights are $v_j/\sum v$, with $v$ from a power law $c\,(x+b)^{-k}$ on $[0, u-b]$. The cache drops the share $1-\beta$ of the smallest. The paper prints (Eq. 11) that the loss is at most $\frac{1-\beta}{0.98(1-\varepsilon)^2}\bigl(k-(k-1)\bigl(\tfrac{1-\varepsilon}{\beta-\varepsilon}\bigr)^{1/(k-1)}\bigr)$ for $u \ge 5b$. The figure shows it with ε → 0, the exact loss (`tail_mass`), and simulations.
 
 # %%
 betas = torch.linspace(.05, 1, 96).tolist()

@@ -77,7 +77,7 @@ print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()
 #
 # The last token is read twice. The first time its query scores the entries. The second time it attends to the compressed cache, so that the full cache does not produce the first token of the answer.
 #
-# The method is SnapKV. The last 8 queries of the prompt score all entries. Each head keeps 64 entries, those of the 8 last tokens included.
+# The method is SnapKV. The last 8 queries of the prompt score all entries. Each head keeps 64 entries: those of the last 8 tokens but for the forgotten one, and 57 others.
 
 # %%
 memory = attach(model, SnapKV, budget=64, window_size=8)

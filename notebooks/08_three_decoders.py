@@ -75,7 +75,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# KVzip and gates stand on the right for all three, SnapKV and H2O on the left. On one other the decoders disagree. Two bits a number keep nine tenths on the small decoders, and a fifth on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
+# KVzip and gates stand on the right for all three, SnapKV and H2O on the left. On one other the decoders disagree. Two bits a number keep nine tenths on the small decoders, and a fifth on SmolLM2. Somebody who has only *built* would think that two bits are nearly enough. (Above 1, the compressed cache answers questions that the full cache misses.)
 #
 # ## Few heads retrieve
 #
@@ -247,11 +247,11 @@ for claim, judged in found.groupby("claim", sort=False):
         print("   ", "; ".join(f"{name}: {verdict}" for name, verdict in verdicts.items()))
 
 # %% [markdown]
-# P6, P10 and P12 are the surprise: we had refuted them on *built*, and on SmolLM2 they hold, with a quarter of the entries. [CLAIMS.md](../CLAIMS.md) explains each rule. "Undecided" means that the documents were too few.
+# P6, P10 and P12 are the surprise. With a quarter of the entries they hold on SmolLM2; on *built* P6 and P10 do not, and P12 is undecided. [CLAIMS.md](../CLAIMS.md) explains each rule. "Undecided" means that the documents were too few.
 #
 # ## Three things to remember
 #
-# 1. A verdict belongs to a decoder. Two findings of ours held on two small decoders, and not on a pretrained one.
+# 1. A verdict belongs to a decoder: half of those above differ between the small decoders and the pretrained one.
 # 2. Ask why before you believe: how many heads retrieve, how sure they are, and which query looks.
 # 3. SmolLM2 is one pretrained decoder. Others may differ, so measure on yours (notebook 07).
 #

@@ -203,7 +203,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # Replace 0.25 by 0.125. Aware, the question stands at the prompt's end, and KVzip protects no entry. Compare `kvzip_recent`: on SmolLM2 the difference is within the error, on *built* it mends the labels (notebook 10).
 # </details>
 #
-# 4. A method of your own: which bet would it make? Write its `score` (README, "Your own method") and put it on the page.
+# 4. A method of your own: which bet would it make? Write its `score` (README, "Yours") and put it on the page.
 #
 # <details><summary>Hint</summary>
 #

@@ -268,7 +268,7 @@ print(f"all {len(together)}: {100 * together.mean():+.1f} "
       f"± {100 * mean_and_error(together)[1]:.1f} points")
 
 # %% [markdown]
-# The seed chooses the winner. The README's table has 32 documents of one seed too, and a standard error of up to 0.09; do not read small differences from it. `python -m nanollm --documents 256` takes longer and makes the errors a third.
+# The seed chooses the winner. RESULTS.md's tables of every method have 32 documents a task, of one seed, too, and a standard error of up to 0.09; do not read small differences from them. `python -m nanollm --documents 256` takes longer and makes the errors a third.
 #
 # **Check:** ask for paired differences with an error.
 

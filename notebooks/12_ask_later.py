@@ -82,7 +82,7 @@ figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=8);
 #
 # Fast KVzip's gates imitate KVzip: they keep what the decoder needs to repeat the text. Most of that no question asks for. `question_gates` starts with such gates. Then a step of the training reads a context, lets the gates keep a quarter of its entries, or an eighth, a sixteenth, a thirty-second, and asks questions. Entries that would have made the right answers likelier get a higher score (the derivative is in `methods/ours/question_gates.py`).
 #
-# The recipe (`lab/lessons.py`) has 72 passages with natural questions, 48 texts with facts that a rule has made (numbers, words, names and dates; in sentences, lists and tables; one answer or several), the tasks of the figure with other words, and once more with words as values, and plain text, whose continuation is the answer. It takes SmolLM2 ten minutes, once. The gates ship; to make them again, name a folder: `--calibration FOLDER`.
+# The recipe (`lab/lessons.py`) has 72 passages with natural questions, 48 texts with facts that a rule has made (numbers, words, names and dates; in sentences, lists and tables; one answer or several), the tasks of the figure with other words, and once more with words as values, and plain text, whose continuation is the answer. SmolLM2 learns from it once, in up to ten minutes. The gates ship; to make them again, name a folder: `--calibration FOLDER`.
 #
 # Here *learned* is taught one of these kinds alone: needles, whose values are numbers. Its gates begin as imitations of KVzip. What does it find with a sixteenth of the entries: needles, needles whose value is a word, and pairs? And how far is plain text from the full cache's?
 
@@ -339,7 +339,7 @@ compare(f"--questions {folder}/velm.jsonl --figure {folder}/velm.png --model smo
 #
 # ## Three things to remember
 #
-# 1. One reading is enough. With an eighth of the entries, gates that have learned from questions answer nine tenths or more of what the full cache answers of the first figure's tasks, on three decoders. Four bits on top cost up to 6 percent.
+# 1. One reading is enough. With an eighth of the entries, gates that have learned from questions answer nine tenths or more of what the full cache answers of the first figure's tasks, on three decoders. Four bits on top cost up to 7 percent of these.
 # 2. What these gates learned carries over to RULER's questions, and to natural ones about other passages (RESULTS.md, `natural`). It need not carry over to yours: ask them, or teach them (`python -m nanollm teach`).
 # 3. Ask your own questions before you trust a share. What is lost comes back as a fluent mistake.
 #

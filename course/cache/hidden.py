@@ -1,4 +1,4 @@
-"""The hidden tests: plain loops that follow the handout, on random sizes, ties and edge cases."""
+"""The hidden tests: plain loops that follow the handout, on several sizes and on edge cases."""
 import math
 
 import pytest

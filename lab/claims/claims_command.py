@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from lab import command_line
 from lab.loading import loaded
+from lab.processes import spread
 from lab.tasks import Tasks
 from nanollm import SHIPPED
 from nanollm.check import check_seed, whole
@@ -40,7 +41,7 @@ def main(argv: list[str]):
     text = command_line.read_text(args.text) if args.text else None
 
     from lab.claims.claims_renderer import LEGEND, listed, show
-    from lab.claims.rules import CLAIMS, judge, keep_ratios
+    from lab.claims.rules import CLAIMS, judge, keep_ratios, read
 
     names = [*dict.fromkeys(args.claims or CLAIMS)]
     for name in names:
@@ -69,20 +70,38 @@ def main(argv: list[str]):
 
     claims = listed()
     asked = [percent / 100 for percent in args.keep]
+    size = dict(documents=args.documents, tokens=args.length, seed=args.seed)
+    parts = {}  # a paper's claims on one model at one keep ratio
+    for name, label in product(names, subjects):
+        for keep in keep_ratios(name, asked):
+            parts.setdefault((name[0], label, keep), []).append(name)
+
+    def judged(part: tuple) -> dict[tuple, dict]:
+        (_, label, keep), names = part
+        rows = {}
+        for name in names:
+            finding = judge(name, subjects[label], keep)
+            row = dict(claim=name, rule=claims[name].rule, model=label)
+            row |= dict(keep_ratio=keep) | size | finding._asdict()
+            rows[name, label, keep] = row
+        return rows
+
+    quiet = dict(leave=False, disable=None)
+    for on in tqdm(subjects.values(), "the full cache", **quiet):
+        read(on, names)
+    cores = args.device == "cpu" and args.threads < 2
+    found = spread(judged, parts.items(), cores)
+    found = iter(tqdm(found, "the methods", len(parts), **quiet))
     rows = []
-    for name in tqdm(names, unit="claim", leave=False, disable=None):
-        size = dict(documents=args.documents, tokens=args.length, seed=args.seed)
-        found = []
+    for name in names:
+        table = []
         for label, keep in product(columns, keep_ratios(name, asked)):
-            row = stored.get((name, label, keep))
-            if row is None and label in subjects:
-                finding = judge(name, subjects[label], keep)
-                row = dict(claim=name, rule=claims[name].rule, model=label)
-                row |= dict(keep_ratio=keep) | size | finding._asdict()
-            if row:
-                found.append(row)
-        tqdm.write(show(found, rule=True) + "\n")
-        rows += found
+            while (name, label, keep) not in stored and label in subjects:
+                stored |= next(found)
+            if (name, label, keep) in stored:
+                table.append(stored[name, label, keep])
+        tqdm.write(show(table, rule=True) + "\n")
+        rows += table
         if args.json:
             data = json.dumps(rows, indent=1).encode()
             before = command_line.replace(args.json, data, before)
@@ -177,5 +196,4 @@ def subject(args: argparse.Namespace, folder: Path, text: str | None):
         args.seed,
         args.documents,
         args.length,
-        processes=args.device == "cpu" and args.threads < 2,
     )

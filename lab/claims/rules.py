@@ -28,7 +28,6 @@ from lab.claims.compared_methods import (
 from lab.claims.scissorhands_measured import FourBits, attention_maps, observed
 from lab.claims.subject import (
     KEEP,
-    PART,
     UNFIT,
     Finding,
     Number,
@@ -62,8 +61,15 @@ from methods.theory.sketch_error import printed_bound, relative_error
 from nanollm.cache import Method, compress
 from nanollm.tokenizer import boundaries
 
+TASKS = {  # by a paper's letter
+    "P": ("needle", "pairs"),
+    "C": ("unmarked long needle", "unmarked pairs"),
+    "R": ("needle", "pairs", "few_shot"),
+    "S": ("few_shot",),
+}
 LITTLE = 0.02  # a rise of −log p, in nats a token, that still counts as no cost
 LEAST_SAVED = 0.187  # the least that Figure 1 prints, of SnapKV with 128 entries
+TWO_BITS = partial(RoundedSlots, bits=2)
 
 
 # ---- CriticalKV ----
@@ -162,12 +168,8 @@ def P11(on: Subject, keep: float) -> Finding:
 
 def P12(on: Subject, keep: float) -> Finding:
     """Measure the KL of half of the texts, compressed again whenever half of one is held."""
-    texts = on.text.tokens[: on.half].split(PART // 2)
-
-    def measured(some):
-        return long_answer(on.model, some, keep, SnapKV.select, Critical()).cpu()
-
-    plain, norms = torch.cat(on.spread(measured, texts), 1)
+    texts = on.text.tokens[: on.half]
+    plain, norms = long_answer(on.model, texts, keep, SnapKV.select, Critical()).cpu()
     change = mean(norms - plain)
     numbers = {"KL of SnapKV": mean(plain), "change by the paper's rule": change}
     return Finding(below(change), numbers)
@@ -309,12 +311,12 @@ def attended(on: Subject) -> list[tuple[Tensor, Tensor]]:
     cut = on.text.prompt.shape[1]
     H = on.model.config.n_kv_heads
 
-    def of(text: Tensor) -> tuple[Tensor, Tensor]:
+    found = []
+    for text in on.text.tokens.split(1):
         p = attention_maps(on.model, text)[..., :cut].unflatten(2, (H, -1))
         later = (p[..., cut:, :] > 0.005).flatten(3, 4).any(3)
-        return later, p[..., :cut, :].sum((3, 4))
-
-    return on.spread(of, on.text.tokens.split(1))
+        found.append((later, p[..., :cut, :].sum((3, 4))))
+    return found
 
 
 def R9(on: Subject, keep: float) -> Finding:
@@ -346,8 +348,7 @@ def R10(on: Subject, keep: float) -> Finding:
     found = {"KVReviver": paper} | others
     found["the shrunk sketch"] = on.agnostic(ShrunkReviver, keep)
     found["full cache"] = full
-    two_bits = partial(RoundedSlots, bits=2)
-    found["2 bits a number"] = on.agnostic(Method, None, store=two_bits)
+    found["2 bits a number"] = on.agnostic(Method, None, store=TWO_BITS)
     better = [above(mean(paper - other)) for other in others.values()]
     verdict = both(above(mean(paper - full), -0.1), *better)
     return Finding(verdict, means(found))
@@ -417,8 +418,7 @@ def R15(on: Subject, keep: float) -> Finding:
 
 def S7(on: Subject) -> Finding:
     """Measure the persistence of importance, the cosine of x and F(x), and the power law."""
-    texts = on.text.tokens.split(1)
-    found = torch.cat(on.spread(lambda text: observed(on.model, text), texts), 1)
+    found = observed(on.model, on.text.tokens)
     low = found.mean(1).argmin(1)  # a layer for each
     ratio, cosine, exponent = (mean(x[:, layer]) for x, layer in zip(found[:3], low))
     verdict = both(above(ratio, 0.95), above(cosine, 0.9), above(exponent, 2.0))
@@ -480,6 +480,19 @@ CLAIMS = {rule.__name__: rule for rule in JUDGED}
 def keep_ratios(claim: str, asked: Iterable[float] = KEEP) -> list[float | None]:
     """Return the keep ratios at which a claim is judged."""
     return [None] if claim == "S7" else [*asked]
+
+
+@torch.no_grad()
+def read(on: Subject, claims: Iterable[str]):
+    """Measure what these claims share at all keep ratios: the full cache, and attention."""
+    papers = {claim[0] for claim in claims}
+    try:
+        check_size(on.model, on.documents, 2, on.T)
+        for task in dict.fromkeys(task for paper in papers for task in TASKS[paper]):
+            on.right(task, Method, None)
+        _ = on.text, "P6" in claims and on.heads, "R9" in claims and attended(on)
+    except ValueError:
+        pass  # `judge` meets it again, and returns it
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """A model on which claims are judged: shared measurements, and verdicts from numbers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -11,7 +11,6 @@ from torch import Tensor
 from lab.benchmark import Benchmark, cut, mean_and_error as mean, text_windows
 from lab.claims.compared_methods import METHODS
 from lab.continuation import Reference, reference
-from lab.processes import spread
 from lab.retrieval import maker
 from lab.table import judges
 from lab.tasks import Tasks, Unmarked
@@ -25,7 +24,7 @@ ASKED = {
     "unmarked pairs": (Unmarked, "pairs", {}),  # no mark tells where a fact ends
     "unmarked long needle": (Unmarked, "needle", dict(facts=1, numbers=4)),
 }
-PART = 12  # documents or texts that a process measures at once
+PART = 24  # documents or texts that are measured at once
 KEEP = 0.5, 0.25, 0.125, 0.0625  # shares of the entries that stay
 
 # verdicts
@@ -94,8 +93,7 @@ def both(*verdicts: str) -> str:
 class Subject:
     """A decoder, ours or `Bridged`, and what is measured on it.
 
-    It has `documents` of each task and as many texts, of T tokens. processes: measure in a process
-    for each core.
+    It has `documents` of each task and as many texts, of T tokens.
     """
 
     model: object
@@ -103,7 +101,6 @@ class Subject:
     seed: int = 0
     documents: int = 24
     T: int = 256
-    processes: bool = False
 
     def __post_init__(self):
         # measured once for the same arguments
@@ -116,10 +113,6 @@ class Subject:
     def half(self) -> int:
         """Texts for the measurements that take longest."""
         return max(2, self.documents // 2)
-
-    def spread(self, function: Callable, items: Iterable) -> list:
-        """Return function(item) for each item."""
-        return [*spread(function, items, self.processes)]
 
     # ---- questions ----
 
@@ -147,11 +140,11 @@ class Subject:
         """Return each document's share of right answers, (documents,)."""
         make = maker(self.model, kind, keep_ratio, **options)
 
-        def measured(part: Benchmark) -> Tensor:
+        found = []
+        for part in self.recorded(task):
             answers = part.answers(self.model, task, make, (setting,))
-            return answers[setting].cpu()
-
-        return torch.cat(self.spread(measured, self.recorded(task)))
+            found.append(answers[setting].cpu())
+        return torch.cat(found)
 
     def answered(
         self,
@@ -210,13 +203,10 @@ class Subject:
         half: of half of the texts.
         """
         make = maker(self.model, kind, keep_ratio, **options)
-        parts = self.text.split(PART)
-        if half:
-            parts = self.text.texts(slice(self.half)).split(PART // 2)
-        parts = [Benchmark({}, {}, part) for part in parts]
-        measured = self.spread(
-            lambda part: part.continued(self.model, make, alone), parts
-        )
+        texts = self.text.texts(slice(self.half)) if half else self.text
+        measured = []
+        for part in texts.split(PART):
+            measured.append(Benchmark({}, {}, part).continued(self.model, make, alone))
         names = ["kl", "nll", "l1"] + ["l1_alone"] * alone
         found = {}
         for name in names:
@@ -260,8 +250,4 @@ class Subject:
             tokens = torch.from_numpy(batch.tokens[:, : batch.answers[0].start])
             prompts += tokens.to(device).split(1)
 
-        def seen(prompt: Tensor) -> tuple[Tensor, Tensor]:
-            A, norms, _ = seen_by_window(self.model, prompt, 8)
-            return A, norms
-
-        return self.spread(seen, prompts)
+        return [seen_by_window(self.model, prompt, 8)[:2] for prompt in prompts]

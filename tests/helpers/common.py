@@ -217,7 +217,7 @@ ENCODING = tokenizer.load(TINY / "tokenizer.tiktoken")
 
 
 def caches_of(model, variant, **options):
-    """Return fresh caches of a method's name, with what it would have learned of the model."""
+    """Return fresh caches of a variant, with random numbers in place of what it learns."""
     c = model.config
     width = (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 1
     g = torch.Generator().manual_seed(0)
