@@ -29,6 +29,7 @@ from nanollm.cache import (
     rereading,
 )
 from nanollm.generate import prefill_evicting
+from nanollm.tokenizer import special_ids
 
 PIECE = 512  # tokens of a prompt that are read at once
 ROWS = 64  # caches in a batch
@@ -223,7 +224,7 @@ def decoded(
 
     A reply ends at a special token, at its most tokens, or where its score can no longer rise.
     """
-    special = getattr(encoder.encoding, "special", {model.config.bos})
+    special = special_ids(encoder.encoding, model.config)
     said = [[token] for token in first]
     texts = [""] * len(first)
     left = [*range(len(first))]

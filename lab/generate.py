@@ -91,16 +91,13 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "--figure",
         type=Path,
         metavar="FILE",
-        help="file for a picture of the built-in page (.png, .pdf or .svg)",
+        help="file for a picture of the text, and of what the heads keep of it at the end (.png, "
+        ".pdf or .svg)",
     )
     command_line.model_options(parser)
     args = parser.parse_args(argv)
     if args.prompt is not None and args.file:
         raise ValueError(f"give the text or --file {args.file}, not both")
-    if args.figure and (args.prompt is not None or args.file):
-        raise ValueError(
-            "--figure draws the built-in page; leave out --figure or the text"
-        )
     if args.figure:
         command_line.check_figure(args.figure)
     return args
@@ -109,18 +106,27 @@ def read_options(argv: list[str]) -> argparse.Namespace:
 def continue_text(model, encoding, caches: list, text: str, args: argparse.Namespace):
     """Continue a text, and print each token as it comes; then compare with the full cache."""
     import torch
+    from lab.one_page import picture, shares
     from nanollm.cache import cache_bytes
-    from nanollm.generate import generate, stream
-    from nanollm.tokenizer import opening
+    from nanollm.generate import stream
+    from nanollm.tokenizer import opening, special_ids
 
     ids = opening(encoding, model.config) + encoding.encode_ordinary(text)
     if not ids:
         raise ValueError("the prompt has no tokens; give a text")
     prompt = torch.tensor([ids], dtype=torch.long, device=model.embed.weight.device)
     sampling = dict(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
-    tokens = stream(model, prompt, args.tokens, caches, **sampling)
+
+    def said(caches=None) -> Iterator[str]:
+        tokens = stream(model, prompt, args.tokens, caches, **sampling)
+        return decoded(encoding, tokens, special_ids(encoding, model.config))
+
+    pieces = said(caches)
     print(f"{text}{MARK}", end="", flush=True)
-    written = write(encoding, tokens)
+    written = ""
+    for piece in pieces:
+        written += piece
+        print(piece, end="", flush=True)
 
     live, allocated = cache_bytes(caches)
     print(
@@ -128,25 +134,27 @@ def continue_text(model, encoding, caches: list, text: str, args: argparse.Names
         f"{caches[0].length}; the cache holds {live / 1024:.0f} KiB in "
         f"{allocated / 1024:.0f} KiB of allocated memory]"
     )
+    if args.figure:
+        kept = {"What stays": shares(caches, len(ids))}
+        picture(encoding, ids, kept, args.figure)
     if args.method in (None, "full"):
         return
-    tokens = generate(model, prompt, args.tokens, **sampling)
-    full = encoding.decode(tokens[0].tolist())
+    full = "".join(said())
     if full == written:
         print("[the full cache writes the same]")
     else:
         print(f"[the full cache writes:]\n{full}")
 
 
-def write(encoding, tokens: Iterator) -> str:
-    """Print each token as it comes; return all of them as text."""
+def decoded(encoding, tokens: Iterator, special: set[int]) -> Iterator[str]:
+    """Yield the text of tokens as they come, until a special one, such as the end of a turn."""
     ids = []
     printed = ""
     for token in tokens:
+        if token.item() in special:
+            return
         ids.append(token.item())
-        text = encoding.decode(ids)
-        if not text.endswith("\ufffd"):  # a character may span tokens
-            print(text[len(printed) :], end="", flush=True)
-            printed = text
-    print(text[len(printed) :], end="")
-    return text
+        # without a character of which some tokens are missing
+        text = encoding.decode(ids).rstrip("\ufffd")
+        yield text[len(printed) :]
+        printed = text

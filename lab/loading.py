@@ -16,6 +16,8 @@ from lab.tasks import Tasks
 from nanollm import checkpoint, gguf, tokenizer
 from nanollm.block_linear import BYTES, fast_in_bfloat16, number_format
 
+# what is downloaded of a model: never pickles
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt"]
 # a folder for each decoder
 CALIBRATED = Path(__file__).parents[1] / "nanollm" / "calibrated"
 
@@ -26,7 +28,7 @@ def load(
     engine: str = "auto",
     dtype: str = "auto",
 ):
-    """Return the decoder and the tokenizer of a folder, of a GGUF file, or of "smollm2".
+    """Return decoder and tokenizer of a folder, a GGUF file, "smollm2", or an id of the hub.
 
     engine: "ours", "transformers", or "auto" (ours if it supports the model's family). dtype:
     torch's name of the number format of weights, keys and values; "4bit", a GGUF file's blocks as
@@ -37,10 +39,7 @@ def load(
     is_smollm2 = folder == Path(gguf.SMOLLM2) and not folder.exists()
     is_file = folder.suffix == ".gguf" or is_smollm2
     if not is_file and not folder.is_dir():
-        raise ValueError(
-            f"{folder} is no folder here, and nothing is downloaded; name a folder that "
-            "save_pretrained wrote, or a GGUF file"
-        )
+        folder = downloaded(folder)
     if dtype in ("auto", "4bit"):
         why = refusal(device)
         if not is_file:
@@ -68,6 +67,20 @@ def load(
     else:
         model = bridged(checkpoint.hf_model(folder, numbers, device))
     return model, tokenizer_of(folder, model)
+
+
+def downloaded(name: Path) -> Path:
+    """Return the folder of a model of the Hugging Face hub. ValueError if the hub gives none."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(str(name), allow_patterns=HUB_FILES)
+    except Exception:  # of many kinds: no such model, no network, no rights
+        raise ValueError(
+            f"{name} is no folder here, and the Hugging Face hub does not give it (offline?); "
+            "name a folder that save_pretrained wrote, or a GGUF file"
+        ) from None
+    return Path(found)
 
 
 def refusal(device: torch.device | str) -> str | None:

@@ -26,8 +26,8 @@ BUDGET = 32
 NEW = 4  # tokens of an answer in `explore`
 
 SETTINGS = {
-    "aware": "the question is part of the prompt that is compressed",
-    "agnostic": "the question comes after the page is compressed",
+    "aware": "Question known",
+    "agnostic": "Question later",
 }
 
 
@@ -114,37 +114,42 @@ def demonstrate(model, encoding, name: str, make: Callable, figure=None):
         own = encoding.decode(written)
         shares = kept.float().mean((0, 1)).tolist() + [1.0] * (tokens.shape[1] - cut)
         gone = [share == 0 for share in shares]
-        title = f"{setting}: {SETTINGS[setting]}"
-        panels[f"{title}; {name} answers {own}, the full cache {full}"] = shares
+        said = f"{name} answers {own}, the full cache {full}"
+        panels[f"{SETTINGS[setting]}: {said}"] = shares
         print(
-            f"{title}\n\n{marked(encoding, tokens[0].tolist(), gone, dim)}\n\n"
+            f"{SETTINGS[setting]}\n\n{marked(encoding, tokens[0].tolist(), gone, dim)}\n\n"
             f"{sum(gone)} of {cut} tokens are evicted from all heads; they are "
             f"{'dimmed' if dim else 'in [brackets]'}. "
             f"On average a head keeps {100 * kept.float().mean():.0f} % of the tokens.\n"
-            f"Right answer: {ANSWER}; the full cache answers {full}, {name} answers {own}\n",
+            f"Right answer: {ANSWER}; {said}\n",
             flush=True,
         )
     if figure:
-        draw(encoding, tokens[0].tolist(), cuts["agnostic"], panels, figure)
+        page = cuts["agnostic"]
+        end = page - len(encoding.encode_ordinary(PAGE.partition(FACT)[2]))
+        start = end - len(encoding.encode_ordinary(FACT))
+        fact = [start <= i < end for i in range(tokens.shape[1])]
+        picture(encoding, tokens[0].tolist(), panels, figure, fact)
 
 
-def draw(
-    encoding, tokens: list[int], page: int, panels: dict[str, list[float]], figure: Path
+def shares(caches: list[Slots], tokens: int) -> list[float]:
+    """Return which share of the heads holds each of the first `tokens` tokens of text 0."""
+    return held(caches, tokens)[0].float().mean((0, 1)).tolist()
+
+
+def picture(
+    encoding, tokens: list[int], panels: dict[str, list[float]], file: Path, marked=None
 ):
-    """Draw the page, once per setting; the fact that answers the question is underlined.
-
-    page: how many of the tokens are the page's.
-    """
+    """Draw a text once per panel, side by side: title → the share of heads that keep each token."""
     from lab import plot  # matplotlib takes a second to import
 
-    end = page - len(encoding.encode_ordinary(PAGE.partition(FACT)[2]))
-    start = end - len(encoding.encode_ordinary(FACT))
-    picture = plot.text(
+    figure = plot.text(
         pieces(encoding, tokens),
         panels,
-        [start <= i < end for i in range(len(tokens))],
+        marked,
         low="kept by no head",
         mark="the fact asked for",
-        width=120,
+        columns=len(panels),
+        width=112 // len(panels),
     )
-    plot.save(picture, figure)
+    plot.save(figure, file)

@@ -4,6 +4,7 @@ A method has the same colour, marker and dash in all of them. Methods also diffe
 """
 
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 import re
 from textwrap import fill
@@ -18,6 +19,7 @@ from lab.kept import held
 
 # metadata of our files; only such files are replaced
 TITLE = "Figure of python -m nanollm"
+FACT = "#b03a00"  # colour of marked tokens
 MOST = 10  # methods in a figure; more cannot be told apart
 
 # A family's colour and marker. Families of similar grey have different markers.
@@ -226,21 +228,21 @@ def text(
 ):
     """Draw a text once per panel: a larger weight has a darker ground, weight 0 is grey text.
 
-    pieces: the tokens' strings; a line break is drawn as ↵, a run of spaces as one. panels: title →
-    weights (T,) in [0, 1]. marked: (T,) bool, the tokens to underline. low, high, mark: words in
-    the key below the text. width: characters per line.
+    pieces: the tokens' strings; line breaks and runs of spaces are drawn as one space. panels:
+    title → weights (T,) in [0, 1]. marked: (T,) bool, the tokens in orange. low, high, mark: words
+    in the key below the text. width: characters per line.
     """
-    pieces = [re.sub(" +", " ", piece.replace("\n", "↵")) for piece in pieces]
+    pieces = [re.sub(r"\s+", " ", piece) for piece in pieces]
     marked = np.zeros(len(pieces)) if marked is None else marked
-    places = []  # column and line of each token
+    places = []  # column and line of each character
     x = 0
     y = 0
-    for piece in pieces:
-        if x + len(piece) > width:
+    for word in re.findall(r" |[^ ]+", "".join(pieces)):
+        if word != " " and x + len(word) > width:
             x = 0
             y += 1
-        places.append((x, y))
-        x += len(piece)
+        places += [(x + i, y) for i in range(len(word))]
+        x += len(word)
     panel_width = width + 4
     panel_height = y + 3
     across = columns * panel_width - 4
@@ -251,21 +253,22 @@ def text(
     axis = figure.add_axes((0, 0, 1, 1), xlim=(0, across), ylim=(down + 1, -0.2))
     axis.axis("off")
 
-    def write(x, y, piece, weight, underline=False):
-        n = len(piece)
+    def write(x, y, words, weight, marked=False):
+        n = len(words)
         if weight > 0.01:
             ground = plt.cm.Blues(0.7 * weight)
             axis.add_patch(plt.Rectangle((x, y), n, 1, color=ground, linewidth=0))
-        if underline:
-            axis.hlines(y + 0.95, x, x + n, color="#b03a00", linewidth=0.2 * size)
+        if marked:
+            axis.hlines(y + 0.95, x, x + n, color=FACT, linewidth=0.2 * size)
         axis.text(
             x,
             y + 0.5,
-            piece,
+            words,
             va="center_baseline",
             family="DejaVu Sans Mono",
             fontsize=size,
-            color="black" if weight else "0.45",
+            color=FACT if marked else "black" if weight else "0.45",
+            weight="bold" if marked and weight else "normal",
             parse_math=False,
         )
 
@@ -273,15 +276,17 @@ def text(
         left = i % columns * panel_width
         top = i // columns * panel_height
         axis.text(left, top + 0.5, title, va="center", fontsize=max(1.1 * size, 9))
-        tokens = zip(places, pieces, weights, marked, strict=True)
-        for (x, y), piece, weight, underline in tokens:
-            write(left + x, top + 1.2 + y, piece, float(weight), underline)
+        each = iter(places)
+        for piece, *look in zip(pieces, weights, marked, strict=True):
+            for y, part in groupby(zip(piece, each), lambda item: item[1][1]):
+                letters, where = zip(*part)
+                write(left + where[0][0], top + 1.2 + y, "".join(letters), *look)
     x = 0
     for word, weight in ((low, 0), ("  ", 0.25), ("  ", 0.5), ("  ", 0.75), (high, 1)):
         write(x, down, word, weight)
         x += len(word) + 1
     if any(marked):
-        write(x + 3, down, mark, weight=1e-9, underline=True)
+        write(x + 3, down, mark, weight=1e-9, marked=True)
     return figure
 
 

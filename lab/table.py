@@ -5,43 +5,24 @@ The columns are the tasks of the rows.
 
 from itertools import chain, repeat
 from statistics import fmean
-from textwrap import fill
 
 # The short table: one method of each family, all at one keep ratio.
 SHOWN = (
-    "full",
-    "snap_kv",
-    "snap_kv+critical",
-    "chunk_kv",
-    "scissorhands",
-    "kv_reviver_shrunk",
-    "kvzip",
-    "question_gates",
-    "full@2",
-    "h2o",
-    "random",
-)
+    "full snap_kv snap_kv+critical chunk_kv scissorhands kv_reviver_shrunk kvzip question_gates "
+    "full@2 h2o random"
+).split()
 
-# what the columns mean
-SIZE_TERMS = {
-    "keep": "keep ratio: the budget of each head, as a percentage of the prompt's tokens; "
-    '"all" if every token stays; in brackets the percentage that a method without a budget kept',
-    "KiB": "size of one text's cache after the last token, with 16-bit numbers; quantized "
-    "entries as stored; most methods evict at the prompt's end alone, and append later tokens",
-}
-STANDARD_TERMS = {
-    "needle": "task: four facts are hidden in real text, and the question asks for one of them",
-    "pairs": "task: key-value retrieval; the prompt lists 16 pairs, and the question asks for "
-    "one value",
-    "few-shot": "task: the prompt lists labelled lines, and the answer is the label of a new "
-    "line",
-}
-MEASURED_TERMS = {
-    "aware": "accuracy if the question is part of the prompt that is compressed",
-    "agnostic": "accuracy if the question comes after the compression",
-    "KL": "KL divergence between the full cache's predictions of real text and these, in nats "
-    "per token",
-}
+TERMS = """\
+keep      keep ratio: the budget of each head, as a percentage of the prompt's tokens; "all" if
+          every token stays; in brackets the percentage that a method without a budget kept
+KiB       size of one text's cache after the last token, with 16-bit numbers; quantized entries as
+          stored; most methods evict at the prompt's end alone, and append later tokens
+needle    task: four facts are hidden in real text, and the question asks for one of them
+pairs     task: key-value retrieval; the prompt lists 16 pairs, and the question asks for one value
+few-shot  task: the prompt lists labelled lines, and the answer is the label of a new line
+aware     accuracy ± its standard error if the question is part of the prompt that is compressed
+agnostic  accuracy if the question comes after the compression
+KL        KL divergence between the full cache's predictions of text and these, in nats a token"""
 SETTINGS = "aware", "agnostic"
 
 
@@ -86,38 +67,34 @@ def label(name: str, keep_ratio: float | None) -> str:
 # ---- rows as text; a task's column holds both accuracies, aware and agnostic ---
 
 
-def terms() -> str:
-    """Return a line on each column of the table."""
-    columns = SIZE_TERMS | STANDARD_TERMS | MEASURED_TERMS
-    lines = [f"{name:9} {meaning}" for name, meaning in columns.items()]
-    return "\n".join(fill(line, 108, subsequent_indent=10 * " ") for line in lines)
-
-
 def widths(row: dict) -> list[int]:
     """Return the least widths of the columns, from method to KL."""
-    return [26, 6, 6] + [14] * len(tasks_of(row)) + [6]
+    return [22, 6, 6] + [17] * len(tasks_of(row)) + [6]
 
 
 def header(row: dict) -> str:
-    """Return the lines above the rows: documents, largest standard error, names of the columns."""
+    """Return the lines above the rows: documents, and names of the columns."""
     tasks = tasks_of(row)
-    error = 0.5 / (row["documents"] - 1) ** 0.5  # if half of the answers are right
     above = ["", "", "16-bit", *(task.replace("_", "-") for task in tasks)]
     names = ["method", "keep", "KiB"] + ["aware agnostic"] * len(tasks)
     names.append("KL")
     above += [""] * (len(names) - len(above))
     return (
         f"{row['documents']} documents per task, {row['tokens']} tokens each; "
-        f"seed {row['seed']}; standard error of an accuracy: at most {error:.2f}\n\n"
-        + text_table([above, names], widths(row))
+        f"seed {row['seed']}\n\n" + text_table([above, names], widths(row))
     )
 
 
 def show(row: dict) -> str:
     """Return a row as a line of the table."""
+
+    def number(key: str) -> str:
+        error = f"{row[f'{key}_se']:.2f}"
+        return f"{row[key]:.2f}±{error[1:]}"
+
     cells = [row["method"], budget(row), f"{row['live_16'] / 1024:.0f}"]
     for task in tasks_of(row):
-        cells.append(f"{row[f'{task}_aware']:5.2f} {row[f'{task}_agnostic']:8.2f}")
+        cells.append(f"{number(f'{task}_aware')} {number(f'{task}_agnostic'):>8}")
     cells.append(f"{max(row['kl'], 0):.3f}")
     return text_table([cells], widths(row))
 

@@ -123,6 +123,11 @@ def opening(encoding, config) -> list[int]:
     return [config.bos] if config.bos == encoding.n_vocab - 1 else []
 
 
+def special_ids(encoding, config) -> set[int]:
+    """Return the tokens that are no part of a text, such as the one that ends a turn."""
+    return getattr(encoding, "special", {config.bos})
+
+
 def check_vocabulary(encoding, vocab_size: int):
     """Raise ValueError unless the tokenizer suits a model with vocab_size token ids.
 

@@ -356,7 +356,7 @@ def R10(on: Subject, keep: float) -> Finding:
 
 def R11(on: Subject, keep: float) -> Finding:
     """Measure −log p of the texts' last eighth with and without a sketch."""
-    paper = on.rise(KVReviver, keep, slack=0, vague=0.1)
+    paper = on.rise(KVReviver, keep, slack=0)
     none = on.rise(KVReviver, keep, slack=0, vague=0.0)
     found = means({"by the paper's sketch": paper, "by no sketch": none})
     return Finding(below(mean(paper), LITTLE), found)
@@ -487,7 +487,6 @@ def read(on: Subject, claims: Iterable[str]):
     """Measure what these claims share at all keep ratios: the full cache, and attention."""
     papers = {claim[0] for claim in claims}
     try:
-        check_size(on.model, on.documents, 2, on.T)
         for task in dict.fromkeys(task for paper in papers for task in TASKS[paper]):
             on.right(task, Method, None)
         _ = on.text, "P6" in claims and on.heads, "R9" in claims and attended(on)

@@ -106,8 +106,7 @@ class Subject:
         # measured once for the same arguments
         self.recorded = cache(self.recorded)
         self.right = cache(self.right)
-        self.of_text = cache(self.of_text)
-        self.kl = cache(self.kl)
+        self.continued = cache(self.continued)
 
     @property
     def half(self) -> int:
@@ -228,15 +227,17 @@ class Subject:
         return self.continued(kind, keep_ratio, alone=True, **options)
 
     def kl(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
-        """Return the KL of half of the texts at this share of the bytes, without slack."""
+        """Return the KL at this share of the bytes, without slack, (half of the texts,)."""
         options = dict(slack=0) | options
         return self.continued(kind, keep_ratio, half=True, **options)["kl"]
 
     def rise(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
-        """Return by how much −log p of the true tokens rises, in nats a token, (texts,)."""
-        true = self.text.tokens[:, -self.text.new :, None]
-        log_p = self.text.log_p.gather(-1, true)[..., 0].mean(-1).cpu()
-        return self.continued(kind, keep_ratio, **options)["nll"] + log_p
+        """Return by how much −log p rises, in nats a token, (half of the texts,)."""
+        full = self.text.texts(slice(self.half))
+        true = full.tokens[:, -full.new :, None]
+        log_p = full.log_p.gather(-1, true)[..., 0].mean(-1).cpu()
+        found = self.continued(kind, keep_ratio, half=True, **options)
+        return found["nll"] + log_p
 
     # ---- heads ----
 
@@ -244,10 +245,10 @@ class Subject:
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Return A and ‖𝒱‖₁ of each needle prompt (`seen_by_window`)."""
         device = self.model.embed.weight.device
-        prompts = []
+        found = []
         for part in self.recorded("needle"):
             batch = part.batches["needle"]
             tokens = torch.from_numpy(batch.tokens[:, : batch.answers[0].start])
-            prompts += tokens.to(device).split(1)
-
-        return [seen_by_window(self.model, prompt, 8)[:2] for prompt in prompts]
+            for prompt in tokens.to(device).split(1):
+                found.append(seen_by_window(self.model, prompt, 8)[:2])
+        return found

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from methods.tensor_attention import new_pairs, pairs
+from methods.tensor_attention import pairs
 
 
 class Sample(NamedTuple):
@@ -106,11 +106,6 @@ def estimate(q: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
 def crossed(left: Sample, right: Sample) -> Sample:
     """Return the sample of pairs in which every left sample or draw meets every right one."""
     return Sample(*map(pairs, left, right))
-
-
-def pair_stream(x: Tensor, y: Tensor) -> Tensor:
-    """Return all pairs of x and y (n, D), (n², D), in the order in which the tokens form them."""
-    return torch.cat([new_pairs(x[:n], y[:n]) for n in range(1, len(x) + 1)])
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

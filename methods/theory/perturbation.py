@@ -58,19 +58,6 @@ def assumption_1(weights: Tensor, first: Tensor) -> Tensor:
     return (weights * first).sum(-1)
 
 
-def theta_hat(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return θ̂ = C − (2 − 1/σ) Σ (N′ + N″)_i A_i ‖𝒱_i‖₁ (Theorem 3, Eq. 14, 15).
-
-    θ̂ ≥ θ for any σ. The paper prints θ < θ̂, but they are equal if stage 2 adds no weight or the
-    kept values are 0. The largest A_i ‖𝒱_i‖₁ in stage 2 give the smallest θ̂ only if σ > 1/2;
-    otherwise the largest.
-    """
-    sigma = assumption_1(weights, first)
-    terms = weights * norms
-    kept = (terms * (first | second)).sum(-1)
-    return terms.sum(-1) - (2 - 1 / sigma) * kept
-
-
 # ---- the heads of a model ---
 
 

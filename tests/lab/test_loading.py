@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+import shutil
 
 import pytest
 import torch
@@ -76,6 +77,21 @@ def test_nothing_is_learned_anew_of_a_decoder_that_ships(folder, monkeypatch):
     gates = calibrated(mine, model, ENCODING)["gates"]
     ships = calibrated(variant(FastKVzip), model, ENCODING)
     assert ships["gates"].equal(gates)
+
+
+def test_an_id_of_the_hub_is_a_model_that_was_downloaded(
+    checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="org/tiny is no folder here, and the Hugging"):
+        load("org/tiny")
+    place = tmp_path / "models--org--tiny"
+    shutil.copytree(checkpoint, place / "snapshots" / "1a")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("1a")
+    for x, y in zip(load("org/tiny")[0].parameters(), from_hf(checkpoint).parameters()):
+        assert x.equal(y)
 
 
 @pytest.mark.parametrize("engine", ["auto", "ours", "transformers"])

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from common import decoder
+from lab import compare
 from lab.methods_by_name import Variant, known_names, pick, variant
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.h2o import H2O
@@ -48,6 +49,9 @@ def test_all_are_in_order_and_some_of_them_also_in_few_bits():
     few_bits = {"full@2", "full@3", "full@4", "kvzip@4", "question_gates@4"}
     assert {*names} - variants.keys() == few_bits
     assert [*pick(["random", "full"])] == ["random", "full"]
+    # --help has a line on each
+    told = re.findall(r"^    ([a-z_0-9+]+)  ", compare.__doc__, re.M)
+    assert {*told} == {*names} - few_bits | {"full"}
 
 
 def test_other_variants_are_refused():

@@ -78,8 +78,13 @@ def test_kept_tells_which_tokens_each_head_of_the_first_row_still_holds():
 
 
 def test_texts_and_heads_are_drawn_and_what_does_not_fit_is_refused(tmp_path):
-    pieces = ["The", " key", "\n", "$a_b$"]
-    text = plot.text(pieces, {"one": [0, 0.3, 1, 0]}, [False, True, False, False])
+    pieces = ["The k", "ey", "\n", "$a_b$"]
+    marked = [False, True, False, False]
+    text = plot.text(pieces, {"one": [0, 0.3, 1, 0]}, marked, width=6)
+    # a word that does not fit begins a line
+    drawn = [(*words.get_position(), words.get_text()) for words in text.axes[0].texts]
+    starts = [(0, "The "), (0, "k"), (1, "ey"), (3, " "), (0, "$a_b$")]
+    assert [(x, words) for x, _, words in drawn[1:6]] == starts
     plot.save(text, tmp_path / "text.png")
     _, axis = plt.subplots()
     plot.heads(axis, torch.rand(3, 2), "title", diverging=True)

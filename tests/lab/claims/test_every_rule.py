@@ -176,7 +176,7 @@ def mean_kl(kind=KVReviver, **options):
 
 
 def rise(kind, **options):
-    return text(kind, KEEP, **options)[1] - text(Method, None)[1]
+    return (text(kind, KEEP, **options)[1] - text(Method, None)[1])[:2]
 
 
 def P5():

@@ -8,19 +8,23 @@ from pytest import approx, mark, raises
 import torch
 
 from exact import F64, check, close, near, random, seeded, seeds, vector
-from methods.tensor_attention import pairs
+from methods.tensor_attention import new_pairs, pairs
 from methods.theory.clustering import (
     crossed,
     estimate,
     exact,
     most_clusters,
-    pair_stream,
     sizes,
     sub_gen,
     value_ratios,
 )
 
 RADIUS, RUNS = 0.8, 20_000
+
+
+def pair_stream(x, y):
+    """Return all pairs of x and y (n, D), (n², D), in the order in which the tokens form them."""
+    return torch.cat([new_pairs(x[:n], y[:n]) for n in range(1, len(x) + 1)])
 
 
 def clusters_of(keys, radius):
