@@ -23,7 +23,7 @@ FACT = f" The code of table is {ANSWER}."
 # finds the fact aware, loses it agnostic
 METHOD = "snap_kv"
 BUDGET = 32
-NEW = 4  # tokens of an answer in `explore`
+NEW = 12  # tokens of an answer in `explore`
 
 SETTINGS = {
     "aware": "Question known",

@@ -9,6 +9,9 @@
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+try: import nanollm
+except ModuleNotFoundError: raise SystemExit("""A lesson needs its repository: clone it, run
+pip install -r requirements.txt in its folder, and open the lesson from there.""") from None
 from dataclasses import dataclass
 import time
 import matplotlib.pyplot as plt
@@ -145,7 +148,7 @@ axis.yaxis.set_major_formatter("{x:g}")
 axis.legend();
 
 # %% [markdown]
-# Our tensors take a little more than the formula says, because each slot also stores its token's position.
+# Our tensors take a little more than the formula says, because the cache also stores each token's position.
 #
 # Llama-2-7B needs 1 GiB for 2048 tokens. At about 26 thousand tokens its cache outgrows its weights. Llama-3-8B lets four query heads share one key/value head (grouped-query attention), so it needs a quarter. Each new token reads all of these bytes: the cache costs memory and, at length, time.
 #
@@ -154,8 +157,8 @@ axis.legend();
 # An **entry** is the key and value of one token in one head. If we want to keep fewer entries, we should know which ones are read.
 #
 # Two kinds of object share the work:
-# - A **store** keeps the entries of one layer. It holds each entry in a **slot**. The decoder calls its `attend(q, k, v, pos)`, which writes the new keys and values and computes attention over all slots.
-# - A **method** decides which entries stay. One object serves all layers. After each piece of text the store calls `observe(layer, q, p)`, with the queries and the attention probabilities. The method's `evict(layer)` runs when the prompt is compressed, and after each later piece. `layer` is the store of the layer in question.
+# - A **store** keeps the entries of one layer. It holds each entry in a **slot**: a place for one key, one value and the token's position. The decoder calls its `attend(q, k, v, pos)`, which writes the new keys and values and computes attention over all slots.
+# - A **method** decides which entries stay. One object serves all layers. The decoder reads in **pieces**: the prompt is one piece or a few, and later each new token is one. After each piece the store calls `observe(layer, q, p)`, with the queries and the attention probabilities. The method's `evict(layer)` runs when the prompt is compressed, and after each later piece. `layer` is the store of the layer in question.
 #
 # The smallest method evicts nothing, and notes the probabilities in the store:
 
@@ -202,7 +205,7 @@ for axis, (name, numbers), form in zip(axes, measures.items(), ("{:.1f}", "{:.2f
     plot.heads(axis, numbers.mean(0), name, form)
 
 # %% [markdown]
-# Each square is one head, averaged over 16 documents. The left map is in units of the even share: the weight that a token would get if all were read alike. Heads divide the work:
+# Each square is one head, averaged over 16 documents. The left map counts in *even shares*. An even share is the weight that a token would get if all were read alike. Heads divide the work:
 # - **Recency heads** read their neighbourhood.
 # - **Retrieval heads** put most of their weight on the one value that is asked for, out of 250 tokens.
 # - Other heads have **heavy hitters**: tokens that many queries read. A heavy hitter at the very start is called a **sink** (StreamingLLM, arXiv 2309.17453). SmolLM2 has strong sinks (notebook 08); this decoder has none.
@@ -227,11 +230,11 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
 # %% [markdown]
 # A heavy hitter is a vertical stroke. A recency head is the diagonal. In the retrieval head, the arrow marks the end of the question: this query reads a value far back.
 #
-# The retrieval head looks for "the token that came after the one I am reading now". Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained. Notebook 08 compares it with two decoders that learned their own; one is SmolLM2.
+# While the retrieval head reads *lamp*, it looks for the token that followed an earlier *lamp*. Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained. Notebook 08 compares it with two decoders that learned their own; one is SmolLM2.
 #
 # ## Forgetting two entries
 #
-# The value has two tokens. A store forgets by `keep`, which takes the slots that stay. Just before the question's last token is read, `keep` drops the value's two tokens, in one layer or in all others.
+# The value has two tokens. A store forgets by `keep`, which takes the slots that stay. Just before the question's last token is read, `keep` drops the value's two tokens: once in the retrieving layer alone, once in all layers but that one.
 
 # %%
 from lab.retrieval import answer
@@ -297,7 +300,7 @@ assert (plot.kept(own, batch.question) == kept).all()  # as the library's H2O
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# Facts are underlined, dark tokens are kept, grey tokens are dropped. StreamingLLM drops the middle in every head. H2O gives half of its budget to the newest text. The other half goes to heavy hitters, many of them at the start, where tokens have been read longest. Where the background is pale, only some heads keep the token.
+# Facts are orange, dark tokens are kept, grey tokens are dropped. StreamingLLM drops the middle in every head. H2O gives half of its budget to the newest text. The other half goes to heavy hitters, many of them at the start, where tokens have been read longest. Where the background is pale, only some heads keep the token.
 #
 # There are two moments to compress:
 # - **Query-agnostic** (short: agnostic): the cache is compressed before the question is known, as when a document is stored for later questions.
@@ -328,7 +331,36 @@ axes[0].legend();
 # %% [markdown]
 # With half of the entries or fewer, each method loses more than half of the needles. StreamingLLM finds a needle only if its value lies in the kept end. H2O finds a needle if its value drew attention before the question came. The aware setting hardly helps H2O: it sums over all queries, and the question has few. (With 32 documents, differences below 0.2 mean little.)
 #
-# The methods in this repository try to do better. Notebook 01 begins with the simplest step: let only the prompt's last queries decide.
+# ## The memory of a conversation
+#
+# Here is what four caches hold during a conversation of three turns. In a turn the decoder reads 96 tokens in pieces of 16, the cache is compressed, and the decoder writes 64 tokens.
+
+# %%
+from methods import scissorhands
+from methods.baselines import snap_kv
+from nanollm.cache import begin_turn, cache_bytes
+
+text = torch.from_numpy(tasks.stream[:480])[None]
+kinds = {"full": Method, "snap_kv": snap_kv.SnapKV, "h2o": h2o.H2O,
+         "scissorhands": scissorhands.Scissorhands}
+figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
+for name, Kind in kinds.items():
+    caches, KiB = make_cache(model, Kind, **({} if Kind is Method else dict(budget=64))), []
+    for turn in text.split(160, 1):
+        begin_turn(caches)
+        for piece in (*turn[:, :96].split(16, 1), *turn[:, 96:].split(1, 1)):
+            model(piece, caches)
+            KiB += [cache_bytes(caches)[0] / 1024] * piece.shape[1]
+            if len(KiB) % 160 == 96:  # the turn's prompt ends
+                compress(model, text[:, :len(KiB)], caches)
+    axis.plot(KiB, **plot.style(name) | dict(marker=""), label=name)
+axis.set(xlabel="tokens of the conversation", ylabel="KiB", title="a budget of 64 entries")
+axis.legend();
+
+# %% [markdown]
+# SnapKV falls to its budget when the prompt of a turn ends, and grows while it writes. H2O holds its budget from then on, and grows while it reads. Scissorhands never exceeds its budget, so its memory is bounded before the conversation begins; when it is full, it drops half. It also stores 400 bits an entry, on what was unimportant lately.
+#
+# The methods in this repository try to find better entries. Notebook 01 begins with the simplest step: let only the prompt's last queries decide.
 #
 # ## Three things to remember
 #

@@ -9,6 +9,9 @@
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+try: import nanollm
+except ModuleNotFoundError: raise SystemExit("""A lesson needs its repository: clone it, run
+pip install -r requirements.txt in its folder, and open the lesson from there.""") from None
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -53,7 +56,7 @@ panels = {f"window scores, layer {i}": F.pad(scores[i] / scores[i].max(), (0, w)
 plot.text(pieces, panels, facts, "weight 0", "largest weight", columns=2, width=72);
 
 # %% [markdown]
-# Facts are underlined; a darker token has a larger score. In layer 1, where this decoder's retrieval heads are, the window looks at the fact that the question asks for, up to the first token of its value. In layer 5 it looks at the newest text.
+# Facts are orange; a darker token has a larger score. In layer 1, where this decoder's retrieval heads are, the window looks at the fact that the question asks for, up to the first token of its value. In layer 5 it looks at the newest text.
 #
 # ## SnapKV in ten lines
 #

@@ -9,6 +9,9 @@
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+try: import nanollm
+except ModuleNotFoundError: raise SystemExit("""A lesson needs its repository: clone it, run
+pip install -r requirements.txt in its folder, and open the lesson from there.""") from None
 from dataclasses import dataclass
 import time
 import matplotlib.pyplot as plt
@@ -71,7 +74,7 @@ panels = {name: plot.kept(compressed(name, prompt, 1 / 8), n)[1].mean(0)
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# This is layer 1, where this decoder's retrieval heads are. Facts are underlined; a darker token is kept by more of the three heads. The question asks for the second fact. Single tokens keep the start of its value. SnapKV's pool widens each choice by three tokens to either side, and still loses the middle of the value. ChunkKV keeps this value whole. Its grid cuts the other fact in two, and the half with the value is lost. Chunks that end with the sentence hold both facts.
+# This is layer 1, where this decoder's retrieval heads are. Facts are orange; a darker token is kept by more of the three heads. The question asks for the second fact. Single tokens keep the start of its value. SnapKV's pool widens each choice by three tokens to either side, and still loses the middle of the value. ChunkKV keeps this value whole. Its grid cuts the other fact in two, and the half with the value is lost. Chunks that end with the sentence hold both facts.
 #
 # ## ChunkKV in ten lines
 #
@@ -108,7 +111,7 @@ print(library.sum(-1).min(), "entries in every head")
 # %% [markdown]
 # ## Long facts and short ones
 #
-# Unless a cell says otherwise: 32 documents of 256 tokens for each task, the question in the prompt (*aware*), a quarter of the entries. Each prompt is read once and recorded; every method gets the recording. The last token's query scores the entries, but its answer must come from the compressed cache. So its entry is forgotten, and the token is fed again. Values have 2, 4 or 8 tokens. The facts are `Unmarked`: no full stop or line break of theirs helps semantic chunks.
+# Unless a cell says otherwise: 32 documents of 256 tokens for each task, the question in the prompt (*aware*), a quarter of the entries. Each prompt is read once and recorded; every method gets the recording. The prompt's last token is read twice: first its query scores the entries; then it is forgotten and fed again, so that the answer comes from the compressed cache. Values have 2, 4 or 8 tokens. The facts are `Unmarked`: they have no full stop and no line break, which would help chunks that end with sentences.
 
 # %%
 unmarked, asked = Unmarked(encoding, "test"), {}
@@ -144,7 +147,7 @@ figure.legend(loc="outside right center");
 #
 # ## The grid cuts
 #
-# A fixed grid has a cost. `PlacedChunks` shifts the grid so that the value's first token has a given place in its chunk, 0 to 9. The value has two tokens. At place 9 the grid cuts it in two; at place 0 it cuts it off from the words before.
+# A fixed grid has a cost. `PlacedChunks` shifts the grid so that the value's first token has a given place in its chunk, 0 to 9. The value has two tokens. If the first has place 9, the grid cuts the value in two. If it has place 0, the grid cuts between the value and the words before it.
 
 # %%
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ for name, Kind, reuse in (("every layer chooses", ChunkKV, 1),
     print("{:26} needles {:.0%}, pairs {:.0%}".format(name, *right))
 
 # %% [markdown]
-# If layer 1 must take layer 0's indices, most answers are lost. If it chooses for itself, the five upper layers can share its choice. The place where a group begins matters more than its size. The similarity did not say so: layer 1 resembles the layers that it leads no more than it resembles layer 0.
+# If layer 1 must take layer 0's indices, most answers are lost. If it chooses for itself, the five upper layers can share its choice. The place where a group begins matters more than its size. The similarity of choices did not predict this: layer 1 resembles layer 0 as much as the layers above, whose choice it can make.
 #
 # Sharing saves time (claim C4). The paper's 26.5 % more throughput is a number of large models on a GPU. On one CPU core, for 1024 tokens:
 
@@ -286,7 +289,7 @@ for name in ("single tokens", "SnapKV", "ChunkKV"):
 # %% [markdown]
 # The premise holds: chunks keep the most examples whole. The conclusion does not follow. The query that asks for the label is in the observation window. Each method keeps what this query looks at, and predicts nearly as the full cache does, however few examples are whole.
 #
-# The appendix (Eq. 10 to 16) bounds the error of a wrong model θ that a prompt cannot tell from the true θ\*. It expands the KL of each token around θ\*, with $I_j$ the Fisher information: $\mathrm{KL}_j = \frac12\delta^\top I_j\delta + \text{remainder}$, where $\delta = \theta - \theta^*$. Then Eq. 11 drops the remainder, which may be negative. With $R$ the largest remainder over $\lVert\delta\rVert^2$, the repaired bounds have $\lambda_{\min} - 2R$ in place of $\lambda_{\min}$. Two models in which all can be computed exactly: a Markov chain of five tokens, and ten independent tokens.
+# The appendix (Eq. 10 to 16) bounds the error of a wrong model θ that a prompt cannot tell from the true θ\*. It expands the KL of each token around θ\*, with $I_j$ the Fisher information: $\mathrm{KL}_j = \frac12\delta^\top I_j\delta + \text{remainder}$, where $\delta = \theta - \theta^*$. Then Eq. 11 drops the remainder, which may be negative. With $R$ the largest remainder over $\lVert\delta\rVert^2$, the repaired bounds have $\lambda_{\min} - 2R$ in place of $\lambda_{\min}$. We compute all of this exactly in two models: a Markov chain of five tokens, and ten independent tokens.
 
 # %%
 from methods.theory.chunk_bounds import bounds, markov, mirrored
@@ -310,7 +313,7 @@ for axis, (title, (which, table, theta, delta)) in zip(axes, cases.items()):
 axes[0].legend();
 
 # %% [markdown]
-# A bound over what it bounds must not lie below 1. The paper's Eq. 12 falls below, and so does its Eq. 15 without the O(1). With the remainder both hold. They say nothing about a decoder's weights, though: double a layer's value matrix and halve its output matrix, and no prediction changes, so $\lambda_{\min} = 0$ (exercise 5).
+# A bound over what it bounds must not lie below 1. The paper's Eq. 12 falls below. So does its Eq. 15, if the term O(1), which the paper leaves open, is 0. With the remainder both hold. They say nothing about a decoder's weights, though: double a layer's value matrix and halve its output matrix, and no prediction changes, so $\lambda_{\min} = 0$ (exercise 5).
 #
 # The table `all` in [RESULTS.md](../RESULTS.md) has both settings at 25 %, and `lab/stored/all.json` has all keep ratios.
 #

@@ -7,6 +7,9 @@
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+try: import nanollm
+except ModuleNotFoundError: raise SystemExit("""A lesson needs its repository: clone it, run
+pip install -r requirements.txt in its folder, and open the lesson from there.""") from None
 import time
 import matplotlib.pyplot as plt
 import torch
@@ -97,7 +100,7 @@ for axis, (layer, head) in zip(axes, ((0, 0), (1, 0), (4, 1))):
 # %% [markdown]
 # The head in the middle is an induction head. While a token is reread, the head finds the same token in the first copy and looks at the one after it, so its attention runs along the diagonal. The other two heads give each entry of the first copy little attention: for repeating they are hardly needed. The same induction heads answer a question such as *The code of mainly is*, and look at the same entries. For this reason the reread finds the entries of a question that nobody has asked.
 #
-# Below are the entries that stay in layer 1, where these heads are. The facts are underlined.
+# Below are the entries that stay in layer 1, where these heads are. The facts are orange.
 
 # %%
 pieces = [encoding.decode([token]) for token in text[0].tolist()]

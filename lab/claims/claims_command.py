@@ -71,15 +71,15 @@ def main(argv: list[str]):
     claims = listed()
     asked = [percent / 100 for percent in args.keep]
     size = dict(documents=args.documents, tokens=args.length, seed=args.seed)
-    parts = {}  # a paper's claims on one model at one keep ratio
+    parts = {}  # a paper's claims on one model, at two keep ratios
     for name, label in product(names, subjects):
-        for keep in keep_ratios(name, asked):
-            parts.setdefault((name[0], label, keep), []).append(name)
+        for i, keep in enumerate(keep_ratios(name, asked)):
+            part = parts.setdefault((name[0], label, i // 2), [])
+            part.append((name, label, keep))
 
-    def judged(part: tuple) -> dict[tuple, dict]:
-        (_, label, keep), names = part
+    def judged(part: list[tuple]) -> dict[tuple, dict]:
         rows = {}
-        for name in names:
+        for name, label, keep in part:
             finding = judge(name, subjects[label], keep)
             row = dict(claim=name, rule=claims[name].rule, model=label)
             row |= dict(keep_ratio=keep) | size | finding._asdict()
@@ -90,7 +90,7 @@ def main(argv: list[str]):
     for on in tqdm(subjects.values(), "the full cache", **quiet):
         read(on, names)
     cores = args.device == "cpu" and args.threads < 2
-    found = spread(judged, parts.items(), cores)
+    found = spread(judged, parts.values(), cores)
     found = iter(tqdm(found, "the methods", len(parts), **quiet))
     rows = []
     for name in names:

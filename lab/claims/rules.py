@@ -168,7 +168,7 @@ def P11(on: Subject, keep: float) -> Finding:
 
 def P12(on: Subject, keep: float) -> Finding:
     """Measure the KL of half of the texts, compressed again whenever half of one is held."""
-    texts = on.text.tokens[: on.half]
+    texts = on.text.tokens[: max(2, on.documents // 2)]
     plain, norms = long_answer(on.model, texts, keep, SnapKV.select, Critical()).cpu()
     change = mean(norms - plain)
     numbers = {"KL of SnapKV": mean(plain), "change by the paper's rule": change}
@@ -356,8 +356,8 @@ def R10(on: Subject, keep: float) -> Finding:
 
 def R11(on: Subject, keep: float) -> Finding:
     """Measure −log p of the texts' last eighth with and without a sketch."""
-    paper = on.rise(KVReviver, keep, slack=0)
-    none = on.rise(KVReviver, keep, slack=0, vague=0.0)
+    paper = on.rise(KVReviver, keep, few=True, slack=0)
+    none = on.rise(KVReviver, keep, few=True, slack=0, vague=0.0)
     found = means({"by the paper's sketch": paper, "by no sketch": none})
     return Finding(below(mean(paper), LITTLE), found)
 

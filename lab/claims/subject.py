@@ -109,9 +109,9 @@ class Subject:
         self.continued = cache(self.continued)
 
     @property
-    def half(self) -> int:
-        """Texts for the measurements that take longest."""
-        return max(2, self.documents // 2)
+    def few(self) -> int:
+        """Texts for sketches, which take longest: a third."""
+        return max(2, self.documents // 3)
 
     # ---- questions ----
 
@@ -194,15 +194,15 @@ class Subject:
         kind: type[Method],
         keep_ratio: float,
         alone: bool = False,
-        half: bool = False,
+        few: bool = False,
         **options,
     ) -> dict[str, Tensor]:
         """Return kl, nll, l1 and, if `alone`, l1_alone of each text (`continuation`).
 
-        half: of half of the texts.
+        few: of a third of the texts.
         """
         make = maker(self.model, kind, keep_ratio, **options)
-        texts = self.text.texts(slice(self.half)) if half else self.text
+        texts = self.text.texts(slice(self.few)) if few else self.text
         measured = []
         for part in texts.split(PART):
             measured.append(Benchmark({}, {}, part).continued(self.model, make, alone))
@@ -227,17 +227,16 @@ class Subject:
         return self.continued(kind, keep_ratio, alone=True, **options)
 
     def kl(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
-        """Return the KL at this share of the bytes, without slack, (half of the texts,)."""
+        """Return the KL at this share of the bytes, without slack, of a third of the texts."""
         options = dict(slack=0) | options
-        return self.continued(kind, keep_ratio, half=True, **options)["kl"]
+        return self.continued(kind, keep_ratio, few=True, **options)["kl"]
 
     def rise(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
-        """Return by how much −log p rises, in nats a token, (half of the texts,)."""
-        full = self.text.texts(slice(self.half))
-        true = full.tokens[:, -full.new :, None]
-        log_p = full.log_p.gather(-1, true)[..., 0].mean(-1).cpu()
-        found = self.continued(kind, keep_ratio, half=True, **options)
-        return found["nll"] + log_p
+        """Return by how much −log p of the true tokens rises, in nats a token, (texts,)."""
+        true = self.text.tokens[:, -self.text.new :, None]
+        log_p = self.text.log_p.gather(-1, true)[..., 0].mean(-1).cpu()
+        nll = self.continued(kind, keep_ratio, **options)["nll"]
+        return nll + log_p[: len(nll)]
 
     # ---- heads ----
 
@@ -250,5 +249,5 @@ class Subject:
             batch = part.batches["needle"]
             tokens = torch.from_numpy(batch.tokens[:, : batch.answers[0].start])
             for prompt in tokens.to(device).split(1):
-                found.append(seen_by_window(self.model, prompt, 8)[:2])
+                found.append(seen_by_window(self.model, prompt, 8))
         return found

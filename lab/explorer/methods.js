@@ -201,6 +201,7 @@ function held(caches, n) {
 
 // ---- what the page asks for ---------------------------------------------------------------------------------
 
+const NEW = 12;  // tokens of an answer, as in lab/one_page.py
 let decoder, tokenizer, reading;
 
 const tasks = {
@@ -211,11 +212,11 @@ const tasks = {
   read({text, question}, progress) {
     const begin = performance.now();
     reading = new Reading(decoder, tokenizer, text, question, progress);
-    const middle = performance.now(), full = reading.answer("full", 100, false, 4);
+    const middle = performance.now(), full = reading.answer("full", 100, false, NEW);
     return {tokens: tokenizer.pieces(reading.tokens), cut: reading.cut, full,
             seconds: [middle - begin, performance.now() - middle].map(ms => ms / 1000)};
   },
-  compress: ({method, keep, aware}, progress) => reading.answer(method, keep, aware, 4, progress),
+  compress: ({method, keep, aware}, progress) => reading.answer(method, keep, aware, NEW, progress),
   play({method, keep, aware, new: count}, progress) {
     const steps = [];
     reading.answer(method, keep, aware, count, progress, (written, caches, n) =>

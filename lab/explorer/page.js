@@ -91,7 +91,7 @@ function verdict(answer) {
   return same ? ": ✓ as the full cache does." : `: ✗ The full cache answers ${wanted}.`;
 }
 
-const short = answer => /^\s*\d+/.exec(answer)?.[0].trim() ?? answer.trim();
+const short = answer => /^\s*\d+/.exec(answer)?.[0].trim() ?? answer.trim().split("\n")[0];
 
 // ---- the decoder in the worker ------------------------------------------------------------------------------
 
@@ -124,7 +124,8 @@ async function start() {
 }
 
 async function read(text, question) {
-  say("The model reads the text …");
+  const long = text.length / reading.text.length;  // the time grows faster than the text
+  say(`The model reads the text${seconds ? `: about ${Math.ceil(seconds.read * long ** 1.2)} s` : ""} …`);
   $("read").disabled = true;
   const begin = performance.now();
   try {
@@ -176,11 +177,18 @@ async function change(more = {}) {
   if (Object.keys(more).some(key => !["token", "head", "step"].includes(key))) played = {};
   controls();
   const mine = ++ticket;
+  const late = setTimeout(() => {  // the panels still show the choice before
+    for (const panel of document.querySelectorAll(".panel")) panel.classList.add("stale");
+    say(`${sides().map(side => TITLE.get(state[side])).join(" and ")}: the model computes …`);
+  }, 100);
   try {
     const views = await Promise.all(sides().map(side => view(state[side], state.keep, state.aware)));
+    clearTimeout(late);
     if (mine !== ticket) return;
+    if (document.querySelector(".stale")) say("The model has computed this here.");
     shown = Object.fromEntries(sides().map((side, i) => [side, views[i]]));
   } catch (error) {
+    clearTimeout(late);
     return say(error.message);
   }
   draw();
@@ -192,7 +200,8 @@ function draw() {
   const {marked} = facts();
   $("panels").replaceChildren(...Object.keys(shown).map(side => panel(side, shown[side], marked)));
   if (focus) document.querySelector(`[data-focus="${focus}"]`)?.focus({preventScroll: true});
-  $("asked").replaceChildren("The text ends with the question ", element("b", {}, reading.question),
+  $("asked").replaceChildren(state.aware ? "The text ends with the question " : "Later comes the question ",
+    element("b", {}, reading.question),
     ` ${expected().source}: ${expected().answer}. The darker a token, the more heads keep it. `,
     "Underlined: facts. Choose a token to see its heads, or a head to see its tokens.");
   $("curve").replaceChildren(...(data.curve ? [curve("aware", "The question comes with the text"),

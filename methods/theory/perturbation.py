@@ -65,24 +65,16 @@ def seen_by_window(
     model,
     tokens: Tensor,
     window_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return A, ‖𝒱‖₁ and 𝒱 of prompts (B, T); A is the mean over the last `window_size` queries.
+) -> tuple[Tensor, Tensor]:
+    """Return A and ‖𝒱‖₁ of prompts (B, T), (B, L, query heads, T) each.
 
-    A and ‖𝒱‖₁ are (B, L, query heads, T), 𝒱 is (B, L, query heads, T, d_model). Layers that slide
-    are left out.
+    A is the mean over the last `window_size` queries. Layers that slide are left out.
     """
     options = dict(budget=window_size + 1, window_size=window_size)
     caches = make_cache(model, WindowMethod, **options)
     prefill(model, tokens, caches)
     caches = full_layers(caches)
-    # (d_model, H, G, D)
-    w_o = [cache.w_o.unflatten(1, (cache.k.shape[1], -1)) for cache in caches]
-    values = [
-        torch.einsum("bhnd,ohgd->bhgno", cache.v, w) for cache, w in zip(caches, w_o)
-    ]
     weights = [window_rows(cache.notes["window"], cache.k).mean(3) for cache in caches]
     norms = [value_norms(cache.v, cache.w_o) for cache in caches]
-    return tuple(
-        torch.stack([x.flatten(1, 2) for x in layers], 1)
-        for layers in (weights, norms, values)
-    )
+    both = [torch.stack(layers, 1) for layers in (weights, norms)]
+    return tuple(x.flatten(2, 3) for x in both)

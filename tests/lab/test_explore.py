@@ -1,8 +1,10 @@
-"""docs/index.html holds what Python writes, keeps and answers. No test runs its scripts."""
+"""docs/index.html holds, and its decoder computes, what Python writes, keeps and answers."""
 
 from base64 import b64decode
 import json
 import re
+import shutil
+from subprocess import run
 
 import pytest
 import torch
@@ -48,6 +50,36 @@ def test_the_file_is_what_the_command_writes(data):
     assert data["beside"]["name"] == "smollm2"
     assert data["beside"]["views"].keys() == data["views"].keys()
     assert FILE.stat().st_size < 6e6
+
+
+# what the page's decoder computes in the same settings as Python
+SCRIPT = """
+const text = require("fs").readFileSync(0, "utf8"), {runInThisContext: run} = require("vm");
+const part = name => text.split(`id="${name}">`)[1].split("</script>")[0];
+Object.assign(globalThis, {postMessage() {}, onmessage: 0});
+run(part("worker"));
+const {load, read, compress} = run("tasks"), {model, question, ...data} = JSON.parse(part("data"));
+load({model, weights: Uint8Array.from(Buffer.from(part("weights"), "base64")).buffer});
+read({text: data.text, question: "\\n" + question});
+const views = {};
+for (const method of model.methods) for (const keep of [25, 6.25]) for (const aware of [true, false]) {
+  const {kept, n, bytes, written} = compress({method, keep, aware}, () => {});
+  const bits = new Uint8Array(Math.ceil(kept.length / 8));
+  kept.forEach((x, i) => bits[i >> 3] |= x << (i & 7));
+  views[`${method} ${keep} ${aware ? "aware" : "agnostic"}`] =
+    {kept: Buffer.from(bits).toString("base64"), n, bytes, written};
+}
+console.log(JSON.stringify(views));
+"""
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="node runs the page's scripts")
+def test_the_decoder_in_the_page_keeps_and_answers_what_python_does(data):
+    done = run(["node", "-e", SCRIPT], input=FILE.read_bytes(), capture_output=True)
+    views = json.loads(done.stdout)
+    assert len(views) == 4 * len(explore.LIVE)
+    for name, view in views.items():
+        assert view.items() <= data["views"][name].items(), name
 
 
 def test_an_8_bit_weight_is_off_by_half_a_step():

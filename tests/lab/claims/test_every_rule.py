@@ -176,7 +176,7 @@ def mean_kl(kind=KVReviver, **options):
 
 
 def rise(kind, **options):
-    return (text(kind, KEEP, **options)[1] - text(Method, None)[1])[:2]
+    return text(kind, KEEP, **options)[1] - text(Method, None)[1]
 
 
 def P5():
@@ -411,8 +411,8 @@ def R10():
 
 def R11():
     return {
-        "by the paper's sketch": rise(KVReviver, slack=0),
-        "by no sketch": rise(KVReviver, slack=0, vague=0.0),
+        "by the paper's sketch": rise(KVReviver, slack=0)[:2],
+        "by no sketch": rise(KVReviver, slack=0, vague=0.0)[:2],
     }
 
 

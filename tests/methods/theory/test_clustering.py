@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pytest import approx, mark, raises
 import torch
 
-from exact import F64, check, close, near, random, seeded, seeds, vector
+from exact import F64, close, near, random, seeded, vector
 from methods.tensor_attention import new_pairs, pairs
 from methods.theory.clustering import (
     crossed,
@@ -299,43 +299,6 @@ def test_sizes_are_the_least_at_which_chebyshev_leaves_p(eps, half, sides, p, no
     note("T9", unbounded=ratio)
     with raises(ValueError, match="are 0"):
         sizes(0.5, 0.1, one.round(), other.round())
-
-
-@check(
-    "T9 T10",
-    seeds,
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.floats(0.1, 2),
-    st.floats(0.1, 4),
-    st.integers(1, 2),
-    st.integers(1, 2),
-)
-def test_variances_are_at_most_those_of_sizes_and_value_ratios(
-    seed, n, D, radius, r, sides, m
-):
-    ks = []
-    vs = []
-    for side in range(sides):
-        ks.append(in_ball(n, D, seed + side))
-        vs.append(random(n, D, seed=seed + side))
-    q = random(1, D, seed=seed + 2)
-    q = r * q / q.norm()
-    half = radius * r
-    tau = sampled(ks, radius, q, m)
-    x = math.sinh(half) ** 2 / m
-    if sides == 2:
-        x = 2 * x + math.sinh(2 * half) ** 2 / m**2
-    variance = tau.var(0, unbiased=False)
-    bound = x * tau.mean(0) ** 2
-    assert variance <= bound * (1 + 1e-9) + 1e-12
-
-    first, second = value_ratios(*vs)
-    bound = first / m + second / m**2
-    assert standard_error(q, ks, vs, m) ** 2 <= bound * (1 + 1e-9)
-    p = (joined(ks) @ q[0]).softmax(0)
-    unit = p.norm() * torch.linalg.matrix_norm(joined(vs), 2)
-    assert close(exact(q[0], joined(ks), joined(vs))[2], unit)
 
 
 few = st.integers(1, 7)

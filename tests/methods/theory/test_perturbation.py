@@ -18,6 +18,7 @@ from methods.theory.perturbation import (
     theta,
 )
 from nanollm import TINY, checkpoint
+from nanollm.cache import make_cache
 from nanollm.ranking import top
 
 sizes = st.integers(2, 9)
@@ -208,7 +209,15 @@ def heads():
     """Return weights, norms and projected values of notebook 01's 16 prompts."""
     batch = tasks("test").batch("needle", seed=0, B=16, T=256)
     tokens = torch.from_numpy(batch.tokens[:, : batch.answers[0].start])
-    return seen_by_window(checkpoint.from_hf(TINY), tokens, 8)
+    model = checkpoint.from_hf(TINY)
+    caches = make_cache(model)
+    model(tokens, caches)
+    values = []
+    for layer in caches:
+        w = layer.w_o.unflatten(1, (layer.v.shape[1], -1))
+        v = torch.einsum("bhnd,ohgd->bhgno", layer.v, w)
+        values.append(v.flatten(1, 2))
+    return *seen_by_window(model, tokens, 8), torch.stack(values, 1)
 
 
 @mark.claim("P3")
