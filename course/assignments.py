@@ -74,13 +74,15 @@ def assignment_of(problem: str) -> str:
 def chosen(names: list[str] | None) -> list[str]:
     """Return the problems ("chunks.grid") that these names select, all if there are none.
 
-    A name is a problem's or an assignment's. Raise ValueError for any other.
+    A name is an assignment's, or a problem's, alone ("grid") or behind its assignment's. Raise ValueError for any
+    other.
     """
+    known = {each: {each, *each.split(".")} for each in PROBLEMS}
     for name in names or []:
-        if name not in [*ASSIGNMENTS, *PROBLEMS]:
-            known = [each for each in PROBLEMS if assignment_of(each) == assignment_of(name)] or ASSIGNMENTS
-            raise ValueError(f"{name!r} is not an assignment or a problem; choose from {', '.join(known)}")
-    return [each for each in PROBLEMS if not names or {each, assignment_of(each)} & {*names}]
+        if name not in set().union(*known.values()):
+            like = [each for each in PROBLEMS if assignment_of(each) == assignment_of(name)] or ASSIGNMENTS
+            raise ValueError(f"{name!r} is not an assignment or a problem; choose from {', '.join(like)}")
+    return [each for each, its in known.items() if not names or its & {*names}]
 
 
 def asked(file: str) -> list[str]:

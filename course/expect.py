@@ -51,8 +51,11 @@ def same(got, expected, what: str, atol: float | None = None):
         first = tuple((~near).nonzero()[0].tolist())
         values = f"expected {shown(expected)}, got {shown(got)}" if expected.numel() <= 40 else \
             f"{int((~near).sum())} of {near.numel()} numbers differ"
+        each = expected[first].item(), got[first].item()
+        short = [f"{x:.6g}" for x in each]
+        wanted, found = map(repr, each) if short[0] == short[1] else short
         wrong(f"{what}: {values}; the first difference is at index {list(first)}: "
-              f"expected {expected[first].item():.6g}, got {got[first].item():.6g}")
+              f"expected {wanted}, got {found}")
 
 
 def shown(x: torch.Tensor) -> str:

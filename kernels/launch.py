@@ -43,7 +43,7 @@ def launcher(function):
 
 
 def block_of(n: int) -> int:
-    """Return the smallest power of 2 that holds n numbers; the tensor cores need at least 16."""
+    """Return the smallest power of 2 that holds n numbers; our products need at least 16."""
     return max(16, triton.next_power_of_2(n))
 
 

@@ -112,7 +112,7 @@ def demonstrate(model, encoding, name: str, make: Callable, figure=None):
     for setting, cut in cuts.items():
         kept, written = answer(model, tokens, cut, make(), new)
         own = encoding.decode(written)
-        shares = kept.float().mean((0, 1)).tolist() + [1.0] * (tokens.shape[1] - cut)
+        shares = kept.float().mean((0, 1)).tolist() + [1e-9] * (tokens.shape[1] - cut)
         gone = [share == 0 for share in shares]
         said = f"{name} answers {own}, the full cache {full}"
         panels[f"{SETTINGS[setting]}: {said}"] = shares

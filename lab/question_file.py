@@ -5,7 +5,7 @@
 
 `context`, `question` and `answers` must be there. The score of a reply is the share of the answers
 that it contains (RULER, arXiv 2404.06654), or with `score` "any" 1 if it contains one of them;
-upper and lower case are the same. Lines with the same context are asked of one cache. Other fields
+upper and lower case are the same. Lines with the same context share one reading of it. Other fields
 are not used.
 """
 

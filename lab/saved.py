@@ -205,7 +205,7 @@ def fingerprint(model) -> str:
 
 
 def header(file: Path | str) -> dict:
-    """Return a file's header: version, decoder, dtype, method, options, store, note, layers."""
+    """Return a file's header: version, decoder, dtype, method, options, … (see `to_bytes`)."""
     data = Path(file).read_bytes()
     try:
         # safetensors begins with the length of its JSON

@@ -133,8 +133,8 @@ def part_of(alpha: float, budget: int | Tensor) -> int | Tensor:
 def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
     """Return ‖𝒱_i‖₁ = ‖v_i W_O‖₁ for every query head, in at least 32 bits.
 
-    v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). The whole of 𝒱, n × d_model, is never in
-    memory.
+    v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). Of 𝒱, n × d_model, at most 1024 rows are
+    in memory at once.
     """
     # In one line, with w_o (d_model, H, G, D):
     #     torch.einsum("bhnd,mhgd->bhgnm", v, w_o).abs().sum(-1)

@@ -5,7 +5,7 @@
 #
 # A decoder writes one token at a time. Each new token attends to all tokens before it, and attention needs two vectors of each earlier token: its key and its value. The KV cache stores these two, so that the decoder never computes them twice.
 #
-# You should know attention; nothing else comes before this notebook. It runs in about a minute. The code to read beside it: `nanollm/method.py`, `nanollm/slots.py` and `nanollm/generate.py`.
+# You should know attention; nothing else comes before this notebook. Reading takes half an hour, running about a minute. The code to read beside it: `nanollm/method.py`, `nanollm/slots.py` and `nanollm/generate.py`.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/

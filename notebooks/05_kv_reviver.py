@@ -1,7 +1,7 @@
 # %% [markdown]
 # # KVReviver: can an evicted token be read back?
 #
-# **Before this:** notebook 00 (the KV cache, H2O). **Runs:** a quarter of a minute. **Afterwards you know** how a count sketch stores many tokens in few slots, how many tokens a slot can take before the reading is useless, and which other methods bring more answers for the same bytes.
+# **Before this:** notebook 00 (the KV cache, H2O). **Time:** half an hour to read, a quarter of a minute to run. **Afterwards you know** how a count sketch stores many tokens in few slots, how many tokens a slot can take before the reading is useless, and which other methods bring more answers for the same bytes.
 #
 # A method that evicts cannot take its decision back. If a later question needs an evicted token, the answer is lost. KVReviver calls this *contextual amnesia*. Its cure: add all tokens that would be evicted into a small shared memory, a **count sketch**, and read them back (*revive* them) before each attention. The readings are noisy, since tokens share slots.
 #

@@ -60,7 +60,7 @@ print(f"one slot at a time: off by {(y / total - expected).abs().max():.1e} at m
 # %% [markdown]
 # ## 2. The tile
 #
-# A GPU works on blocks of numbers; its tensor cores need at least 16 × 16. So take 64 slots in one step, with a maximum and a sum over the block. The last tile is shorter. In the kernel of section 4 its surplus slots get the score $-\infty$, and so the weight 0.
+# A GPU works on blocks of numbers; our products on its tensor cores take at least 16 × 16. So take 64 slots in one step, with a maximum and a sum over the block. The last tile is shorter. In the kernel of section 4 its surplus slots get the score $-\infty$, and so the weight 0.
 
 # %%
 def tiles(q, k, v, first, end, block=64):

@@ -43,7 +43,7 @@ torch.set_grad_enabled(False);  # or whatever is read would be kept for a backwa
 # %% [markdown]
 # ## Your model
 #
-# `MODEL` is "smollm2", a GGUF file, or a folder with `config.json`, weights and a tokenizer, as `save_pretrained` writes them. Nothing is downloaded. `load` returns the model in a wrapper for our measurements, and its tokenizer. `dtype="bfloat16"` halves the bytes of a large model.
+# `MODEL` is "smollm2", a GGUF file, or a folder with `config.json`, weights and a tokenizer, as `save_pretrained` writes them. The id of a model on the Hugging Face hub is downloaded: its safetensors, and no pickles. `load` returns the model in a wrapper for our measurements, and its tokenizer. `dtype="bfloat16"` halves the bytes of a large model.
 #
 # If your model is already loaded, use `Bridged(model)`, and for its tokenizer `hf_tokenizer(FOLDER)` from `nanollm.checkpoint`, the folder to which its `save_pretrained` has written.
 

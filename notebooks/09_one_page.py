@@ -5,7 +5,7 @@
 #
 # The answer depends on one thing more than on all others: what do you know about the question when you compress? This lesson shows that on one text, then on one page for all methods on SmolLM2, a pretrained decoder, then for other budgets and two small decoders. It ends with a table to choose by.
 #
-# **Before:** `00_kv_cache.ipynb`. **Runs:** under a minute. Long measurements are not repeated here; their rows are read from `lab/stored/`. RESULTS.md names the command of each. **Then you will know** what each family of methods bets on, when it loses its bet, and which method to try first.
+# **Before:** `00_kv_cache.ipynb`. **Time:** half an hour to read, under a minute to run. Long measurements are not repeated here; their rows are read from `lab/stored/`. RESULTS.md names the command of each. **Then you will know** what each family of methods bets on, when it loses its bet, and which method to try first.
 #
 # Words: an *entry* is one token's key and value in one head. The *keep ratio* is the share of the prompt's entries that stay. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes after the compression.
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # KVzip: which entries will a question need that nobody has asked yet?
 #
-# **Before this:** notebook 00 (the KV cache, induction heads). **Runs:** under two minutes. **Afterwards you know** how KVzip finds the entries that later questions need, which parts of the method matter, what it costs, and when it fails.
+# **Before this:** notebook 00 (the KV cache, induction heads). **Time:** half an hour to read, under two minutes to run. **Afterwards you know** how KVzip finds the entries that later questions need, which parts of the method matter, what it costs, and when it fails.
 #
 # The code: `methods/baselines/kvzip.py` (Kim et al., arXiv 2505.23416), `methods/baselines/kvzip_fast.py` and `methods/baselines/rounded.py`. RESULTS.md has the long tables. All numbers here are of *built*, a small decoder, unless another is named.
 

@@ -5,7 +5,7 @@
 #
 # Each of the ten cases below shows a number that is true and misleads, in about ten lines that run on *built*, a small decoder; case 5 runs on three decoders. Nobody meant to deceive. Careful readers found most of the public cases linked here, and some have since been fixed. This repository does several of these things itself; the case then says so.
 #
-# **Before:** `00_kv_cache.ipynb`. **Runs:** under two minutes on one core. **Then you will know** ten questions to ask of a table, and which bytes each method of this repository really needs.
+# **Before:** `00_kv_cache.ipynb`. **Time:** half an hour to read, under two minutes to run on one core. **Then you will know** ten questions to ask of a table, and which bytes each method of this repository really needs.
 #
 # Words: an *entry* is one token's key and value in one head. The *keep ratio* is the share of the prompt's entries that stay. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes later. A *needle* is one of four facts hidden in real text; the decoder is asked for one of them.
 

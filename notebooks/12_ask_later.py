@@ -3,7 +3,7 @@
 #
 # **Question.** A document is read once, and its cache is compressed and kept. Questions come later, and nobody knows them yet. What works on a real model, and what does it cost to read, to keep and to answer?
 #
-# **Read before:** notebooks 00 and 10. **Decoder:** SmolLM2-135M-Instruct, unless another is named. **Time:** ten minutes to read, a minute to run.
+# **Read before:** notebooks 00 and 10. **Decoder:** SmolLM2-135M-Instruct, unless another is named. **Time:** half an hour to read, a minute to run.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, from its root or from notebooks/

@@ -1,7 +1,7 @@
 """python -m nanollm claims: test the papers' claims on trained models, yours included.
 
-    python -m nanollm claims                                  both shipped decoders: five minutes
-    python -m nanollm claims --model smollm2                  a pretrained decoder: 32 minutes
+    python -m nanollm claims                                  both shipped decoders: four minutes
+    python -m nanollm claims --model smollm2                  a pretrained decoder: 20 minutes
     python -m nanollm claims --model FOLDER --claims P6 C1    your model beside these three
     python -m nanollm claims --model FOLDER --keep 25         at one keep ratio in place of four
 

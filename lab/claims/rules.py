@@ -168,7 +168,7 @@ def P11(on: Subject, keep: float) -> Finding:
 
 def P12(on: Subject, keep: float) -> Finding:
     """Measure the KL of half of the texts, compressed again whenever half of one is held."""
-    texts = on.text.tokens[: max(2, on.documents // 2)]
+    texts = on.text.tokens[: on.some(2)]
     plain, norms = long_answer(on.model, texts, keep, SnapKV.select, Critical()).cpu()
     change = mean(norms - plain)
     numbers = {"KL of SnapKV": mean(plain), "change by the paper's rule": change}
@@ -356,8 +356,8 @@ def R10(on: Subject, keep: float) -> Finding:
 
 def R11(on: Subject, keep: float) -> Finding:
     """Measure −log p of the texts' last eighth with and without a sketch."""
-    paper = on.rise(KVReviver, keep, few=True, slack=0)
-    none = on.rise(KVReviver, keep, few=True, slack=0, vague=0.0)
+    paper = on.rise(KVReviver, keep, part=3, slack=0)
+    none = on.rise(KVReviver, keep, part=3, slack=0, vague=0.0)
     found = means({"by the paper's sketch": paper, "by no sketch": none})
     return Finding(below(mean(paper), LITTLE), found)
 
@@ -433,7 +433,7 @@ def S7(on: Subject) -> Finding:
 
 def S8(on: Subject, keep: float) -> Finding:
     """Measure −log p of the texts' last eighth, and later labels."""
-    rise = on.rise(Scissorhands, keep)
+    rise = on.rise(Scissorhands, keep, part=2)
     found = {
         "rise of −log p": rise,
         "labels": on.right("few_shot", Scissorhands, keep, "agnostic"),
@@ -444,8 +444,8 @@ def S8(on: Subject, keep: float) -> Finding:
 
 def S9(on: Subject, keep: float) -> Finding:
     """Measure how much more −log p rises if what stays is rounded."""
-    evicted = on.rise(Scissorhands, keep)
-    more = mean(on.rise(FourBits, keep) - evicted)
+    evicted = on.rise(Scissorhands, keep, part=2)
+    more = mean(on.rise(FourBits, keep, part=2) - evicted)
     numbers = {"rise by 4 bits": more, "rise by eviction": mean(evicted)}
     return Finding(below(more, LITTLE), numbers)
 

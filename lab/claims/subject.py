@@ -108,10 +108,9 @@ class Subject:
         self.right = cache(self.right)
         self.continued = cache(self.continued)
 
-    @property
-    def few(self) -> int:
-        """Texts for sketches, which take longest: a third."""
-        return max(2, self.documents // 3)
+    def some(self, part: int) -> int:
+        """Return how many texts are a half (2) or a third (3): slow methods get no more."""
+        return max(2, self.documents // part)
 
     # ---- questions ----
 
@@ -194,22 +193,22 @@ class Subject:
         kind: type[Method],
         keep_ratio: float,
         alone: bool = False,
-        few: bool = False,
+        part: int = 1,
         **options,
     ) -> dict[str, Tensor]:
         """Return kl, nll, l1 and, if `alone`, l1_alone of each text (`continuation`).
 
-        few: of a third of the texts.
+        part: of `some` of the texts.
         """
         make = maker(self.model, kind, keep_ratio, **options)
-        texts = self.text.texts(slice(self.few)) if few else self.text
+        texts = self.text.texts(slice(self.some(part)))
         measured = []
-        for part in texts.split(PART):
-            measured.append(Benchmark({}, {}, part).continued(self.model, make, alone))
+        for some in texts.split(PART):
+            measured.append(Benchmark({}, {}, some).continued(self.model, make, alone))
         names = ["kl", "nll", "l1"] + ["l1_alone"] * alone
         found = {}
         for name in names:
-            found[name] = torch.cat([part[name] for part in measured]).cpu()
+            found[name] = torch.cat([x[name] for x in measured]).cpu()
         windows = getattr(self.model, "windows", [])
         if any(windows):  # methods do not compress layers that slide
             full = [i for i, sliding in enumerate(windows) if sliding is None]
@@ -229,7 +228,7 @@ class Subject:
     def kl(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
         """Return the KL at this share of the bytes, without slack, of a third of the texts."""
         options = dict(slack=0) | options
-        return self.continued(kind, keep_ratio, few=True, **options)["kl"]
+        return self.continued(kind, keep_ratio, part=3, **options)["kl"]
 
     def rise(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
         """Return by how much −log p of the true tokens rises, in nats a token, (texts,)."""

@@ -62,7 +62,8 @@ const {load, read, compress} = run("tasks"), {model, question, ...data} = JSON.p
 load({model, weights: Uint8Array.from(Buffer.from(part("weights"), "base64")).buffer});
 read({text: data.text, question: "\\n" + question});
 const views = {};
-for (const method of model.methods) for (const keep of [25, 6.25]) for (const aware of [true, false]) {
+for (const method of model.methods) for (const keep of [25, 6.25])
+for (const aware of [true, false]) {
   const {kept, n, bytes, written} = compress({method, keep, aware}, () => {});
   const bits = new Uint8Array(Math.ceil(kept.length / 8));
   kept.forEach((x, i) => bits[i >> 3] |= x << (i & 7));

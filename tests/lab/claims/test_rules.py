@@ -74,7 +74,7 @@ class Planted(Subject):
         known = options | dict(task=task, keep_ratio=keep_ratio, setting=setting)
         return self.planted("answers", kind, otherwise, **known)
 
-    def continued(self, kind, keep_ratio, alone=False, few=False, **options):
+    def continued(self, kind, keep_ratio, alone=False, part=1, **options):
         known = options | dict(keep_ratio=keep_ratio)
         heads = torch.ones(2, 4)
         l1 = self.planted("l1", kind, 1.0, **known)

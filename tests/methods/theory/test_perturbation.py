@@ -189,17 +189,6 @@ def two_stages_win(measure, weights, norms, values, budget):
     return (staged < alone * (1 - 1e-6)).float().mean()
 
 
-@mark.claim("P9")
-def test_of_values_independent_of_weights_two_stages_mostly_have_a_higher_theta():
-    g = seeded(0)
-    heads, n = 100, 256
-    A = (2 * torch.randn(heads, n, generator=g)).softmax(-1)
-    values = torch.randn(heads, n, 16, generator=g)
-    values = values * torch.rand(heads, n, 1, generator=g)
-    norms = values.abs().sum(-1)
-    assert two_stages_win(theta, A, norms, norms, 32) < 0.1
-
-
 # ---- the heads of the shipped model ---
 
 
