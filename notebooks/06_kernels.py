@@ -26,9 +26,10 @@ from kernels.decode_attention import Segment, decode_attention
 import triton
 import triton.language as tl
 from methods.baselines.ada_kv import AdaKV
+from methods.baselines.snap_kv import SnapKV
 from methods.ours.kv_reviver_shrunk import SignedSketch
 from nanollm import TINY, checkpoint, tokenizer
-from nanollm.cache import compress, make_cache
+from nanollm.cache import Method, compress, make_cache
 from lab import render_results
 from lab.benchmark import text_windows
 from lab.replay import feed
@@ -43,6 +44,56 @@ q, k, v = 3 * torch.randn(D), torch.randn(n, D), torch.randn(n, D)
 expected = F.scaled_dot_product_attention(q[None], k, v)[0]
 
 # %% [markdown]
+# ## Where a step's time goes
+#
+# The decoder *built* has read eight texts, and each gets one more token: a step. Three parts share its time: products with the weights, attention to the cache, and the rest (norms, positions, Python).
+
+# %%
+def clocked(run, seconds):
+    """Return a function that does the same, and notes the seconds of each call in a list."""
+    def timed(*arguments):
+        began = timeit.default_timer()
+        result = run(*arguments)
+        seconds.append(timeit.default_timer() - began)
+        return result
+    return timed
+
+
+def step(model, tokens, caches):
+    """Milliseconds of a step: weights, attention to the cache, the rest."""
+    weights, cache = [], []
+    parts = [(x, "forward", weights) for x in model.modules() if isinstance(x, torch.nn.Linear)]
+    for part, name, seconds in parts + [(layer, "attend", cache) for layer in caches]:
+        setattr(part, name, clocked(getattr(type(part), name).__get__(part), seconds))
+    began = timeit.default_timer()
+    model(tokens, caches)
+    rest = timeit.default_timer() - began - sum(weights) - sum(cache)
+    return torch.tensor([sum(weights), sum(cache), rest]) * 1e3
+
+# %%
+model, rows = checkpoint.from_hf(TINY), {}
+for Kind, n, share in ((Method, 256, 1), (Method, 1024, 1), (Method, 2900, 1),
+                       (SnapKV, 2900, 1 / 4), (AdaKV, 2900, 1 / 4)):
+    tokens = torch.randint(2000, (8, n))
+    caches = make_cache(model, Kind, **({} if share == 1 else dict(budget=round(share * n))))
+    model(tokens, caches)
+    compress(model, tokens, caches)
+    times = torch.stack([step(model, tokens[:, :1], caches) for _ in range(30)])
+    name = "the full cache" if share == 1 else f"{Kind.__name__}, a quarter"
+    rows[f"{n:,} tokens, {name}"] = times.median(0).values
+figure, axis = plt.subplots(figsize=(8, 2.6), layout="constrained")
+left = torch.zeros(len(rows))
+colours = {"weights": "#0072b2", "cache": "#d55e00", "rest": "0.7"}
+for (part, colour), ms in zip(colours.items(), zip(*rows.values())):
+    axis.barh([*rows], torch.stack(ms), left=left, label=part, color=colour)
+    left = left + torch.stack(ms)
+axis.set(xlabel="ms a step, eight texts, one core")
+axis.invert_yaxis()
+axis.legend();
+
+# %% [markdown]
+# TEXT
+#
 # ## 1. The loop
 #
 # One query attends to $n$ slots: $y = \sum_n p_n v_n$ with $p = \mathrm{softmax}(q\cdot k_n/\sqrt D)$. As written, softmax needs all scores before it can weigh the first value: two passes over the cache. *Online softmax* ([Milakov and Gimelshein](https://arxiv.org/abs/1805.02867)) needs one pass. It carries the largest score so far $m$, the total $\ell=\sum e^{s-m}$ and the sum $\sum e^{s-m}v$. When a larger score appears, it scales both sums down by $e^{m_{old}-m_{new}}$.

@@ -247,7 +247,7 @@ def test_a_verdict_turns_where_its_rule_says(claim):
 )
 def test_s7_one_layer_that_does_not_persist_is_enough(lower, verdict, monkeypatch):
     # (4, texts, layers): persistence, cosine, exponent, chance
-    found = torch.tensor([0.99, 0.95, 3.0, 0.5])[:, None, None].repeat(1, 1, 3)
+    found = torch.tensor([0.99, 0.95, 3.0, 0.5])[:, None, None].repeat(1, N, 3)
     if lower is not None:
         found[lower, :, 1] /= 2
     found[3] = torch.tensor([0.2, 0.3, 0.4])
