@@ -71,16 +71,16 @@ def step(model, tokens, caches):
     return torch.tensor([sum(weights), sum(cache), rest]) * 1e3
 
 # %%
-model, rows = checkpoint.from_hf(TINY), {}
-for Kind, n, share in ((Method, 256, 1), (Method, 1024, 1), (Method, 2900, 1),
+model, rows, seeded = checkpoint.from_hf(TINY), {}, torch.Generator().manual_seed(0)
+for Kind, T, share in ((Method, 256, 1), (Method, 1024, 1), (Method, 2900, 1),
                        (SnapKV, 2900, 1 / 4), (AdaKV, 2900, 1 / 4)):
-    tokens = torch.randint(2000, (8, n))
-    caches = make_cache(model, Kind, **({} if share == 1 else dict(budget=round(share * n))))
+    tokens = torch.randint(2000, (8, T), generator=seeded)
+    caches = make_cache(model, Kind, **({} if share == 1 else dict(budget=round(share * T))))
     model(tokens, caches)
     compress(model, tokens, caches)
     times = torch.stack([step(model, tokens[:, :1], caches) for _ in range(30)])
     name = "the full cache" if share == 1 else f"{Kind.__name__}, a quarter"
-    rows[f"{n:,} tokens, {name}"] = times.median(0).values
+    rows[f"{T:,} tokens, {name}"] = times.median(0).values
 figure, axis = plt.subplots(figsize=(8, 2.6), layout="constrained")
 left = torch.zeros(len(rows))
 colours = {"weights": "#0072b2", "cache": "#d55e00", "rest": "0.7"}
