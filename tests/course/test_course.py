@@ -156,7 +156,7 @@ def test_right_solutions_pass_and_wrong_ones_are_caught(name, monkeypatch):
             [*cases(f"{name}.{problem}", file).values()]
             for file in ("public", "hidden")
         )
-        assert public and hidden
+        assert public and len(hidden) > (problem == "grid")  # a case for each row
         assert not any(failure(test, run) for test in public + hidden), problem
         with planted(each, without_solution(each)):
             for test in public + hidden:

@@ -52,6 +52,8 @@ def test_questions_that_judge_are_of_each_kind_and_value(tmp_path):
     for x in questions:
         told = f"{x.answer_prefix} " if "copied" in x.task else ""
         assert told + x.answers[0] in x.context
+        # "The code of KEY is"
+        assert not told or told.split()[3] in corpus.words("test")
 
 
 def test_the_seed_and_the_split_decide():

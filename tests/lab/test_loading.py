@@ -90,8 +90,8 @@ def test_an_id_of_the_hub_is_a_model_that_was_downloaded(
     shutil.copytree(checkpoint, place / "snapshots" / "1a")
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text("1a")
-    for x, y in zip(load("org/tiny")[0].parameters(), from_hf(checkpoint).parameters()):
-        assert x.equal(y)
+    downloaded = load("org/tiny")[0].embed.weight
+    assert downloaded.equal(from_hf(checkpoint).embed.weight)
 
 
 @pytest.mark.parametrize("engine", ["auto", "ours", "transformers"])

@@ -51,7 +51,7 @@ def test_all_are_in_order_and_some_of_them_also_in_few_bits():
     assert [*pick(["random", "full"])] == ["random", "full"]
     # --help has a line on each
     told = re.findall(r"^    ([a-z_0-9+]+)  ", compare.__doc__, re.M)
-    assert {*told} == {*names} - few_bits | {"full"}
+    assert {*told} == {*names} - few_bits
 
 
 def test_other_variants_are_refused():
