@@ -229,7 +229,7 @@ def text(
     """Draw a text once per panel: a larger weight has a darker ground, weight 0 is grey text.
 
     pieces: the tokens' strings; line breaks and runs of spaces are drawn as one space. panels:
-    title → weights (T,) in [0, 1]. marked: (T,) bool, the tokens in orange. low, high, mark: words
+    title → weights (T,) in [0, 1]. marked: (T,) bool, the underlined tokens. low, high, mark: words
     in the key below the text. width: characters per line.
     """
     pieces = [re.sub(r"\s+", " ", piece) for piece in pieces]
@@ -267,7 +267,7 @@ def text(
             va="center_baseline",
             family="DejaVu Sans Mono",
             fontsize=size,
-            color=FACT if marked else "black" if weight else "0.45",
+            color="black" if weight else FACT if marked else "0.45",
             weight="bold" if marked and weight else "normal",
             parse_math=False,
         )

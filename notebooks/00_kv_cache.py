@@ -300,7 +300,7 @@ assert (plot.kept(own, batch.question) == kept).all()  # as the library's H2O
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# Facts are orange, dark tokens are kept, grey tokens are dropped. StreamingLLM drops the middle in every head. H2O gives half of its budget to the newest text. The other half goes to heavy hitters, many of them at the start, where tokens have been read longest. Where the background is pale, only some heads keep the token.
+# Facts are underlined, bold if kept and orange if dropped. Dark tokens are kept, grey tokens are dropped. StreamingLLM drops the middle in every head. H2O gives half of its budget to the newest text. The other half goes to heavy hitters, many of them at the start, where tokens have been read longest. Where the background is pale, only some heads keep the token.
 #
 # There are two moments to compress:
 # - **Query-agnostic** (short: agnostic): the cache is compressed before the question is known, as when a document is stored for later questions.
@@ -358,7 +358,7 @@ axis.set(xlabel="tokens of the conversation", ylabel="KiB", title="a budget of 6
 axis.legend();
 
 # %% [markdown]
-# SnapKV falls to its budget when the prompt of a turn ends, and grows while it writes. H2O holds its budget from then on, and grows while it reads. Scissorhands never exceeds its budget, so its memory is bounded before the conversation begins; when it is full, it drops half. It also stores 400 bits an entry, on what was unimportant lately.
+# SnapKV falls to its budget when the prompt of a turn ends, and grows while it writes; while it reads it also stores the last queries. H2O holds its budget from then on, and grows while it reads. Scissorhands never exceeds its budget, so its memory is bounded before the conversation begins; when it is full, it drops half. It also stores 400 bits an entry, on what was unimportant lately.
 #
 # The methods in this repository try to find better entries. Notebook 01 begins with the simplest step: let only the prompt's last queries decide.
 #

@@ -56,7 +56,7 @@ panels = {f"window scores, layer {i}": F.pad(scores[i] / scores[i].max(), (0, w)
 plot.text(pieces, panels, facts, "weight 0", "largest weight", columns=2, width=72);
 
 # %% [markdown]
-# Facts are orange; a darker token has a larger score. In layer 1, where this decoder's retrieval heads are, the window looks at the fact that the question asks for, up to the first token of its value. In layer 5 it looks at the newest text.
+# Facts are underlined; a darker token has a larger score. In layer 1, where this decoder's retrieval heads are, the window looks at the fact that the question asks for, up to the first token of its value. In layer 5 it looks at the newest text.
 #
 # ## SnapKV in ten lines
 #

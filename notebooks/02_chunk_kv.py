@@ -74,7 +74,7 @@ panels = {name: plot.kept(compressed(name, prompt, 1 / 8), n)[1].mean(0)
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# This is layer 1, where this decoder's retrieval heads are. Facts are orange; a darker token is kept by more of the three heads. The question asks for the second fact. Single tokens keep the start of its value. SnapKV's pool widens each choice by three tokens to either side, and still loses the middle of the value. ChunkKV keeps this value whole. Its grid cuts the other fact in two, and the half with the value is lost. Chunks that end with the sentence hold both facts.
+# This is layer 1, where this decoder's retrieval heads are. Facts are underlined; a darker token is kept by more of the three heads. The question asks for the second fact. Single tokens keep the start of its value. SnapKV's pool widens each choice by three tokens to either side, and still loses the middle of the value. ChunkKV keeps this value whole. Its grid cuts the other fact in two, and the half with the value is lost. Chunks that end with the sentence hold both facts.
 #
 # ## ChunkKV in ten lines
 #

@@ -92,7 +92,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# The weights and the rest take the same time for every cache. The cache's part grows with its length, and after 2,900 tokens it is most of the step. A quarter of the entries (SnapKV) takes about a third of that part. AdaKV keeps as many entries, but its heads differ in length, and plain PyTorch reads them one by one: most of what eviction saves is lost. A kernel can win it back.
+# The weights and the rest take the same time for every cache. The cache's part grows with its length, and after 2,900 tokens it is most of the step. A quarter of the entries (SnapKV) takes about a third of that part. AdaKV keeps as many entries, but its heads differ in length, and plain PyTorch reads them one by one: part of what eviction saves is lost. A kernel can win it back.
 #
 # ## 1. The loop
 #

@@ -100,7 +100,7 @@ for axis, (layer, head) in zip(axes, ((0, 0), (1, 0), (4, 1))):
 # %% [markdown]
 # The head in the middle is an induction head. While a token is reread, the head finds the same token in the first copy and looks at the one after it, so its attention runs along the diagonal. The other two heads give each entry of the first copy little attention: for repeating they are hardly needed. The same induction heads answer a question such as *The code of mainly is*, and look at the same entries. For this reason the reread finds the entries of a question that nobody has asked.
 #
-# Below are the entries that stay in layer 1, where these heads are. The facts are orange.
+# Below are the entries that stay in layer 1, where these heads are. The facts are underlined.
 
 # %%
 pieces = [encoding.decode([token]) for token in text[0].tolist()]
