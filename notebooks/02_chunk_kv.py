@@ -12,6 +12,8 @@ import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or 
 try: import nanollm
 except ModuleNotFoundError: raise SystemExit("""A lesson needs its repository: clone it, run
 pip install -r requirements.txt in its folder, and open the lesson from there.""") from None
+
+# %%
 from dataclasses import dataclass
 import time
 import matplotlib.pyplot as plt
