@@ -12,9 +12,9 @@
 # %%
 import os; os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported
 import sys; sys.path[:0] = [".", ".."]  # the repository, from its root or from notebooks/
-try: import nanollm
-except ModuleNotFoundError: raise SystemExit("""A lesson needs its repository: clone it, run
-pip install -r requirements.txt in its folder, and open the lesson from there.""") from None
+from importlib.util import find_spec
+assert find_spec("nanollm"), """A lesson needs its repository: clone it, run
+pip install -r requirements.txt in its folder, and open the lesson from there."""
 import math
 import timeit
 import matplotlib.pyplot as plt

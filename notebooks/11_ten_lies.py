@@ -11,9 +11,9 @@
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
-try: import nanollm
-except ModuleNotFoundError: raise SystemExit("""A lesson needs its repository: clone it, run
-pip install -r requirements.txt in its folder, and open the lesson from there.""") from None
+from importlib.util import find_spec
+assert find_spec("nanollm"), """A lesson needs its repository: clone it, run
+pip install -r requirements.txt in its folder, and open the lesson from there."""
 
 # %%
 import textwrap
