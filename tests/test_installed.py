@@ -46,7 +46,7 @@ def test_every_file_is_installed(installed):
     "command, says",
     [
         ("--methods full kvzip@4 --keep 25 --documents 2 --lengths 256", "kvzip@4"),
-        ("generate", "Right answer: 2356; the full cache answers 2356"),
+        ("generate", "Right answer: 2356; snap_kv answers 2356, the full"),
         (
             "claims --claims P6 --documents 2 --length 128",
             "verdict at 50, 25, 12.5, 6.25 %",
