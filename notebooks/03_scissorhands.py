@@ -337,7 +337,7 @@ axis.legend();
 #
 # ## Three things to remember
 #
-# 1. Compare persistence with chance. In *built*, above one even share, importance persists hardly more than by chance; above 16, in layers 2 to 5, it does. In the layer of SmolLM2 where fewest persist, 75 % do, and chance gives 66 % (claim S7).
+# 1. Compare persistence with chance. In *built*, above one even share, importance persists hardly more than by chance; above 16, in layers 2 to 5, it does. In the layer of SmolLM2 where fewest persist, 74 % do, and chance gives 66 % (claim S7).
 # 2. The printed bound of the loss is no bound for small budgets. A repaired one holds. The drift stays far below its own bound.
 # 3. A count of unimportance is nearly a count of age. Dropping few entries at a time helps more than the count.
 #

@@ -133,7 +133,7 @@ def test_a_submission_costs_no_other_its_points(tmp_path):
     points = tmp_path / "points.csv"
     folders = " ".join(str(tmp_path / name) for name in attacks)
     command.main(
-        f"grade {folders} --only cache.visible --seconds 2 --csv {points}".split()
+        f"grade {folders} --only visible --seconds 2 --csv {points}".split()
     )
     scored = {row[0]: float(row[-1]) for row in [*csv.reader(points.open())][1:]}
     most = PROBLEMS["cache.visible"].points

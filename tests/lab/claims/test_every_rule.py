@@ -446,18 +446,16 @@ def R15():
 
 def S7():
     layers = []
-    for tokens in TEXTS:
+    for tokens in TEXTS[:2]:
         maps = weights(tokens)
         ratio, chance = (x.nanmean(1) for x in persistence_ratio(maps))
         inputs = []
         hooks = []
         for block in MODEL.blocks:
-            hooks.append(
-                block.mlp.register_forward_hook(lambda _, x, y: inputs.append(y))
-            )
-            hooks.append(
-                block.norm2.register_forward_hook(lambda _, x, y: inputs.append(x[0]))
-            )
+            hooks += [
+                block.mlp.register_forward_hook(lambda _, x, y: inputs.append(y)),
+                block.norm2.register_forward_hook(lambda _, x, y: inputs.append(x[0])),
+            ]
         MODEL(tokens[None])
         for hook in hooks:
             hook.remove()
