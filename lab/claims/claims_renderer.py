@@ -34,9 +34,8 @@ ROOT = FOLDER.parents[1]
 MODELS = SMOLLM2, *SHIPPED
 RULED = "by its rule"
 UNTESTED = "not testable here"
-MEASURED = (
-    "measured at 135 M"  # what the paper says of models with billions of parameters
-)
+# what the paper says of models with billions of parameters
+MEASURED = "measured at 135 M"
 VERDICTS = RULED, HOLDS, "holds after a fix", NOT, UNTESTED, MEASURED
 MARKS = {HOLDS: "✓", NOT: "✗", OPEN: "?", UNFIT: "–"}
 LEGEND = "; ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items())

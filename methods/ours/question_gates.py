@@ -60,9 +60,8 @@ from nanollm.model import rope, rotate
 
 FIRST = 4  # entries with a weight of their own, a
 NEWEST = 8  # and c
-HARD = (
-    2.0  # nats a token; if the full cache's −log p is above, a question does not teach
-)
+# nats a token; if the full cache's −log p is above, a question does not teach
+HARD = 2.0
 
 
 @dataclass

@@ -132,9 +132,7 @@ def test_a_submission_costs_no_other_its_points(tmp_path):
         (folder / file).write_text(text)
     points = tmp_path / "points.csv"
     folders = " ".join(str(tmp_path / name) for name in attacks)
-    command.main(
-        f"grade {folders} --only visible --seconds 2 --csv {points}".split()
-    )
+    command.main(f"grade {folders} --only visible --seconds 2 --csv {points}".split())
     scored = {row[0]: float(row[-1]) for row in [*csv.reader(points.open())][1:]}
     most = PROBLEMS["cache.visible"].points
     assert scored == dict(kills=0, unfinished=0, right=most)
