@@ -97,7 +97,7 @@ def places(window: Window) -> Tensor:
 def grid(place: Tensor, size: int) -> Tensor:
     """Return chunk numbers (..., n), from 1 on, of tokens at `place` (..., n) in the text.
 
-    Every chunk has `size` tokens. An empty slot has a negative place and gets number 0.
+    A chunk covers `size` places. An empty slot has a negative place and gets number 0.
     """
     return torch.where(place < 0, 0, place // size + 1)
 
@@ -109,13 +109,15 @@ def chunk_scores(
 ) -> tuple[Tensor, Tensor]:
     """Return score and length of every chunk, both (..., chunks).
 
-    scores (..., n): window scores, at least 0. chunk (..., n): each token's chunk number. how:
-    "sum", "mean" or "max".
+    scores (..., n): window scores, at least 0, and below 0 for empty slots. chunk (..., n): each
+    token's chunk number. how: "sum", "mean" or "max".
     """
     empty = scores.new_zeros(*scores.shape[:-1], int(chunk.max()) + 1)
     length = empty.long().scatter_add(-1, chunk, torch.ones_like(chunk))
     if how == "max":
-        return empty.scatter_reduce(-1, chunk, scores, "amax"), length
+        # chunk 0 holds empty slots alone, whose scores are below 0
+        score = empty.scatter_reduce(-1, chunk, scores, "amax", include_self=False)
+        return score, length
     total = empty.scatter_add(-1, chunk, scores)
     if how == "mean":
         total = total / length.clamp(min=1)

@@ -113,7 +113,7 @@ check("share")
 #
 # P(v > x) = ((x + 1)^{1−k} − u^{1−k}) / (1 − u^{1−k}).
 #
-# Return draws of this `shape`, `torch.float64`. Draw one uniform number for each by a single `torch.rand(shape, dtype=torch.float64, generator=generator)`. The draw is the x at which **P(v ≤ x)** equals that number. `u` may be `math.inf`. First call `check_law(1, k, u)`, which raises a `ValueError` for a law without a mean.
+# Return draws of this `shape`, `torch.float64`. Draw one uniform number for each by a single `torch.rand(shape, dtype=torch.float64, generator=generator)`. The draw is the x at which **P(v ≤ x)** equals that number. `u` may be `math.inf`. First call `check_law(1, k, u)`, which raises a `ValueError` unless k is above 1, and above 2 if `u` is infinite.
 #
 # Example: k = 3, u = ∞. The uniform number ¾ gives (x + 1)⁻² = ¼, so x = 1.
 #
@@ -162,9 +162,9 @@ check("slips")
 # %% [markdown]
 # ## 7. `repaired_bound` (2 points, check `repaired`)
 #
-# Write a bound that holds for n draws of which the largest βn stay. Two events may fail: the sum of all draws may be far too small, or too few draws may lie below the threshold. `failure(beta, k, u, eps, n)` in the file bounds the probability that either happens.
+# Write a bound that holds for n draws of which the largest βn, a whole number, stay. Two things may go wrong: the sum of all draws may be far too small, or too few draws may lie below the threshold of β′ = (β − ε)/(1 − ε). `failure(beta, k, u, eps, n)` in the file bounds the probability that one of them does.
 #
-# - If neither happens, the lost fraction is at most `tail_mass` at β′ = (β − ε)/(1 − ε), divided by 1 − ε.
+# - If both go well, the lost fraction is at most `tail_mass` at β′, divided by 1 − ε.
 # - In any case it is at most 1 − β: the smallest (1 − β)n of n numbers never hold more of the sum.
 #
 # So the mean of the lost fraction is at most the first number plus (1 − β) · `failure`, and at most 1 − β. Return the smaller, as a `float`. Call `failure` first: it raises a `ValueError` unless 0 ≤ ε < β.
@@ -179,9 +179,9 @@ check("repaired")
 #
 # **Before you run the cells, write down** what you expect, and why:
 #
-# 1. The first cell prints six cases. In which of them is the paper's bound below the lost mass? Take k = 3, u = 50. Below which β is the bound negative, and from which β on does it hold? Use `tail_mass` and `proof_steps`.
-# 2. Which step of the proof, `line` to `factored` or `factored` to `printed`, makes the number too small at k = 3, β = 0.25? Which at k = 2.1, u = 5, β = 0.5? Why?
-# 3. A decoder reads 449 tokens under a budget of 128. Of the n entries that it keeps, which fraction is among the newest n tokens? (n is 65 for m = 64, and 128 for the others; a random choice would give n/449.) Answer for Scissorhands with m = 64, with m = 1, with m = 1 and w = 16, and for H2O, which reserves half of its budget for the newest.
+# 1. The first cell prints six cases. In which of them is the paper's bound below the lost mass? Afterwards find, with `tail_mass` and `proof_steps` for k = 3, u = 50: below which β is the bound negative, and from which β on does it hold?
+# 2. Which step of the proof, `line` to `factored` or `factored` to `printed`, makes the number too small at k = 3, u = 50, β = 0.25? Which at k = 2.1, u = 5, β = 0.5? Why?
+# 3. A decoder reads 449 tokens under a budget of 128. Of the n entries that it keeps, which fraction is among the newest n tokens? (n is 65 for m = 64, and 128 for the others; a random choice would give n/449.) Answer for Scissorhands with r = 10, w = 400 and m = 64, with m = 1, with m = 1 and w = 16, and for H2O, which reserves half of its budget for the newest.
 #
 # The column *repaired* is `best_bound` with n = 20 000: your `repaired_bound` with the best of 39 values of ε.
 #
@@ -193,14 +193,14 @@ check("repaired")
 import torch
 from methods.theory import persistence as theory
 
-print("   k     u     β    lost in draws   tail_mass    line   printed   repaired")
+print("   k     u     β    lost in draws   tail_mass    line  factored  printed   repaired")
 cases = (3, 50, 0.25), (3, 50, 0.5), (3, 50, 0.8), (2.1, 5, 0.5), (3, 5, 0.5), (5, 50, 0.8)
 for k, u, beta in cases:
     v = theory.draw_power_law((50, 20_000), k, u, torch.Generator().manual_seed(0))
     v = v.sort(-1).values
     lost, steps = theory.smallest_share(v, beta).mean(), theory.proof_steps(beta, k, u)
     print(f"{k:4} {u:5} {beta:5} {lost:12.4f} {theory.tail_mass(beta, k, u):13.4f} "
-          f"{steps.line:9.4f} {steps.printed:8.4f} {theory.best_bound(beta, k, u, 20_000):9.4f}")
+          f"{steps.line:9.4f} {steps.factored:8.4f} {steps.printed:8.4f} {theory.best_bound(beta, k, u, 20_000):9.4f}")
 
 # %%
 from methods.baselines.h2o import H2O

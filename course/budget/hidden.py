@@ -142,9 +142,9 @@ def test_counts(run, sizes, history):
 
 @problem("observe")
 def test_even_weights(run):
-    """A weight of exactly 1/s is not below 1/s."""
-    p = [torch.full((1, 1, 1, 1, s), 1 / s) for s in (1, 2)] + [torch.full((1, 1, 1, 1, 4), 0.25)]
-    same(run("observe", p=p, history=9)[-1], torch.zeros(1, 1, 4, dtype=torch.int32), "the counts")
+    """Each of 41 tokens has a weight of exactly 1/s at every step s, and none is below 1/s."""
+    p = [torch.full((1, 1, 1, 1, s), 1 / s) for s in range(1, 42)]
+    same(run("observe", p=p, history=50)[-1], torch.zeros(1, 1, 41, dtype=torch.int32), "the counts")
 
 
 @problem("observe")

@@ -73,7 +73,7 @@ check("grid")
 #
 # Example: window scores 1 2 3 4 in chunks 0 0 2 2 have the sums 3 0 7, the means 1.5 0 3.5, the maxima 2 0 4 and the lengths 2 0 2.
 #
-# <details><summary>Hint</summary><code>zeros.scatter_add(-1, chunk, scores)</code> adds each score to its chunk. For the maximum, use <code>scatter_reduce</code> with <code>"amax"</code>.</details>
+# <details><summary>Hint</summary><code>zeros.scatter_add(-1, chunk, scores)</code> adds each score to its chunk. For the maximum, use <code>scatter_reduce</code> with <code>"amax"</code> and <code>include_self=False</code>, or the zeros take part.</details>
 
 # %%
 check("chunk_scores")
@@ -81,7 +81,7 @@ check("chunk_scores")
 # %% [markdown]
 # ## 3. `ranking` (2 points)
 #
-# `score` is (..., M). Return the chunk numbers, (..., M), highest score first. Of equal scores the newest chunk, the larger number, comes first. You may use `rank` of `nanollm/ranking.py`.
+# `score` is (..., M). Return the chunk numbers, (..., M), highest score first. Of equal scores the newest chunk, the larger number, comes first. Rows and heads are ranked by themselves.
 #
 # Example: scores 5 1 5 1 give 2 0 3 1.
 #
@@ -125,8 +125,8 @@ check("fit")
 #
 # `layers` holds the stores of all layers, the lowest first. All have read the prompt, `tokens`. A group is `self.reuse` layers that follow each other, from layer 0 on; the last group may be smaller. For each group:
 #
-# - If its lowest layer has seen more tokens than `self.budget` (`layer.seen`), let it choose, once, as `SnapKV.compress` does. `self.window(layer, tokens)` is its observation window, and `window.scores()` are the window scores. `self.budgets(window, scores)` says how many entries each head keeps beside the window. `self.select(window, scores, budgets)` returns a mask of these entries, (B, H, n).
-# - `window.with_window` adds the window to the mask: (B, H, S). Pass the result to `keep_chosen` of every layer in the group. All layers have the same tokens in the same slots.
+# - If its lowest layer has seen more tokens than `self.budget` (`layer.seen`), let it choose, once, as `SnapKV.compress` does. `self.window(layer, tokens)` is its observation window, and `window.scores()` are the window scores. `self.budgets(window, scores)` says how many entries each head keeps beside the window. `self.select(window, scores, budgets)` returns a mask of these entries, (B, H, n), for the n slots before the window.
+# - `window.with_window` adds the window to the mask: (B, H, S), for all S slots. Pass the result to `keep_chosen` of every layer in the group. All layers have the same tokens in the same slots.
 # - Otherwise leave the group as it is.
 #
 # Do not ask for the window of another layer: it has stored no queries. You do not need `model`. The layers of a decoder that is split over several GPUs are not graded.
@@ -139,7 +139,7 @@ check("reuse")
 # %% [markdown]
 # ## 7. Predict, then measure (written, 3 points, graded by hand)
 #
-# The cells hide one fact in a text of 512 tokens and ask for it. The fact's value has eight tokens ("long") or two ("short"); no full stop marks its end. Each method keeps a quarter of the prompt's entries; the observation window has 8 tokens. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes afterwards. SnapKV pools its window scores over 7 tokens.
+# The cells hide one fact in a text of 512 tokens, question and answer included, and ask for it. The fact's value has eight tokens ("long") or two ("short"); no full stop marks its end. Each method keeps as many entries as a quarter of the text before the question has; the observation window has 8 tokens. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes afterwards. SnapKV pools its window scores over 7 tokens.
 #
 # Each number is the fraction of 64 documents answered. In brackets: the difference to SnapKV ± its standard error, taken document by document. Believe a difference of more than two standard errors. (±0.00: the difference is the same in each document.)
 #

@@ -62,6 +62,16 @@ def test_a_head_with_fewer_chunks(run, how):
     same(length, tensor([[1, 1, 1], [3, 0, 0]]), "the lengths")
 
 
+@problem("chunk_scores")
+@pytest.mark.parametrize("how", HOW)
+def test_empty_slots(run, how):
+    """Two empty slots, of score −1 and −2, in chunk 0: its score is below 0, for every `how`. All is float64."""
+    scores = tensor([-1., 3, -2, 4], dtype=torch.float64)
+    score, length = run("chunk_scores", scores=scores, chunk=tensor([0, 1, 0, 2]), how=how)
+    same(score, tensor([HOW[how]([-1., -2]), 3, 4], dtype=torch.float64), f"each chunk's {how}")
+    same(length, tensor([2, 1, 1]), "the lengths")
+
+
 @problem("ranking")
 @pytest.mark.parametrize("shape", [(6,), (2, 3, 40)])
 def test_many_ties(run, shape):

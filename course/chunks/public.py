@@ -53,8 +53,9 @@ def test_highest_first(run):
 
 @problem("ranking")
 def test_of_equals_the_newest(run):
-    """Scores 5 1 5 1: of equal scores the newest chunk comes first, so 2 0 3 1."""
-    same(run("ranking", score=tensor([5., 1, 5, 1])), tensor([2, 0, 3, 1]), "the order")
+    """Scores 5 1 5 1: of equal scores the newest chunk comes first, so 2 0 3 1. Another head has 1 5 1 5."""
+    score = tensor([[5., 1, 5, 1], [1, 5, 1, 5]])
+    same(run("ranking", score=score), tensor([[2, 0, 3, 1], [3, 1, 2, 0]]), "the order")
 
 
 @problem("cut_to")
@@ -81,10 +82,10 @@ def test_each_that_fits(run):
 
 @problem("fit")
 def test_heads_with_other_lengths(run):
-    """Two heads, budget 4: each head follows its own ranking and lengths."""
+    """Two heads with budgets of 4 and 3: each head follows its own ranking and lengths."""
     score, length = tensor([[[1., 9, 5], [5, 1, 9]]]), tensor([[[1, 3, 2], [2, 1, 3]]])
-    expected = tensor([[[True, True, False], [False, True, True]]])
-    same(run("fit", score=score, length=length, budget=4), expected, "the chunks that stay")
+    expected = tensor([[[True, True, False], [False, False, True]]])
+    same(run("fit", score=score, length=length, budget=tensor([[4, 3]])), expected, "the chunks that stay")
 
 
 @problem("fit")

@@ -21,9 +21,9 @@ WRONG = [
     ),
     (
         "observe",
-        "counts a weight of exactly 1/s",
+        "multiplies by s, which rounds up",
         "weight < 1 / step",
-        "weight <= 1 / step",
+        "weight * step < 1",
     ),
     (
         "observe",

@@ -15,7 +15,7 @@ WRONG = [
         "place.clamp(min=0) // size + 1",
     ),
     ("chunk_scores", "divides by 0 in empty chunks", "length.clamp(min=1)", "length"),
-    ("chunk_scores", "takes the minimum for the maximum", '"amax"', '"amin"'),
+    ("chunk_scores", "lets zeros take part", "include_self=False", ""),
     (
         "chunk_scores",
         "uses head 0's chunks for all heads",
