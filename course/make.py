@@ -62,12 +62,14 @@ def readme(chosen: dict[str, Assignment]) -> str:
                      f"{sum(problem.points for problem in each.problems)} | "
                      f"{', '.join(dict.fromkeys(problem.file for problem in each.problems))} |"
                      for name, each in chosen.items())
+    first = next(iter(chosen))
+    example = f"{first}, --only {chosen[first].problems[-1].name}"
     return f"""# KV-cache compression: assignments
 
 A language model keeps a key and a value of every token it reads. You write the functions that decide which of
 them it may forget, and measure what it still knows afterwards.
 
-| handout | title | time | points | files to hand in |
+| handout | title | time | points by tests | files to hand in |
 |---|---|---|---|---|
 {rows}
 
@@ -77,7 +79,7 @@ Python 3.11 or newer, Linux or macOS, no GPU. In this folder:
 pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu    # Linux only: saves gigabytes
 pip install -r requirements.txt
 jupyter lab                          # open the first handout and read it
-python -m course check       # run all public tests; one assignment: --only {next(iter(chosen))}
+python -m course check       # run all public tests; one assignment or problem: --only {example}
 ```
 
 1. Read a problem in the handout. It names a function and its file.

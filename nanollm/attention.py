@@ -149,7 +149,7 @@ def visible(
 
 
 def probabilities(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return softmax(q kᵀ/√D + mask), `wide`: q (B, H·G, w, D) → (B, H, G, w, S).
+    """Return the softmax of q kᵀ/√D over visible slots: q (B, H·G, w, D) → (B, H, G, w, S), `wide`.
 
     mask (B, H or 1, w, S) is what `visible` returns; without one, every query sees every slot.
     """

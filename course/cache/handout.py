@@ -3,7 +3,7 @@
 #
 # **3 to 5 hours; 16 points by tests, and 3 for the written question.**
 #
-# H2O deletes three quarters of a prompt's entries and still labels all 32 few-shot prompts correctly. Deleting as many at random leaves 0.59 of the labels (`python -m nanollm --methods full random h2o --keep 25`). Here you write the cache that makes such methods possible, and then H2O itself.
+# H2O deletes three quarters of a prompt's entries and still labels all 32 few-shot prompts correctly. Deleting as many at random leaves 0.59 of the labels (32 documents: `python -m nanollm --methods full random h2o --keep 25`). Here you write the cache that makes such methods possible, and then H2O itself.
 #
 # ## The idea
 #
@@ -70,10 +70,11 @@ check = checker("cache")
 #
 # A query sees a slot if the slot's position is at most its own.
 #
-# `slot_pos` is (B, H, S): the slots' positions, in any order. If all heads hold the same tokens it is (B, 1, S), and the mask (B, 1, T, S). `pos` is (B, T) or (1, T): the queries' positions; a single row serves the whole batch. Return a mask, (B, H, T, S).
+# `slot_pos` is (B, H, S): the slots' positions, in any order. If all heads hold the same tokens it is (B, 1, S). `pos` is (B, T) or (1, T): the queries' positions; a single row serves the whole batch. Return a mask, (B, H, T, S), or (B, 1, T, S) if neither `slot_pos` nor `bias` has more than one head.
 #
 # - `bias` is `None`: the mask is `torch.bool`, true where the query sees the slot.
 # - `bias` is (B, H, S), a number to add to each slot's score: the mask is (B, H, T, S) and has the dtype of `bias`. It holds the slot's bias where the query sees the slot, and −∞ elsewhere.
+# - `sliding` is not graded. A layer that attends to the newest tokens alone gives it: then a query at `pos` does not see slots before `sliding.first(pos)`.
 #
 # Example: slots at 0 5 2 7 and a query at 4 give 1 0 1 0.
 #
@@ -129,7 +130,7 @@ check("write")
 # - Move every per-slot tensor, also those with more dimensions. Each then has n slots, all in use, no slack, and its old dtype.
 # - Give an empty slot the position `NEVER`. Its other contents do not matter.
 # - Set `self.length` to n. Set `self.ragged` to true if `i` has an empty slot; otherwise leave it. Leave `self.seen`.
-# - Raise a `ValueError` if `i` has a wrong shape, or names a slot that is not in use. `check_kept(i, self.pos.shape)` raises it.
+# - Raise a `ValueError` if `i` has a wrong shape, or names a slot that is not in use. `check_kept(i, self.pos.shape)` raises it. Numbers below −1 are not tested.
 #
 # Example: positions 0 3 6 9 and `i` = 2 0 −1 give the positions 6 0 `NEVER`.
 #
@@ -167,7 +168,7 @@ check("indices")
 # %% [markdown]
 # ## 7. `Slots.shrink` (3 points)
 #
-# `score` is (B, H, S): a finite or +∞ number for each slot in use. In each head, keep the `budget` slots with the highest score.
+# `score` is (B, H, S): a finite or +∞ number for each slot in use. (You need not refuse others.) In each head, keep the `budget` slots with the highest score.
 #
 # - Of equal scores, keep the newest token: the one with the largest position, wherever it lies.
 # - Keep an empty slot only if the head has fewer tokens than the budget, whatever the empty slot's score. It stays empty; you may pass `keep` its index or −1. If `self.ragged` is false, no slot is empty.
@@ -204,7 +205,7 @@ check("score")
 #
 # The cell compares four caches of a small decoder. Each method keeps a quarter of the prompt's entries. `random` keeps random tokens; `streaming_llm` keeps the first four and the newest. **Before you run it, write down** what you expect, and why:
 #
-# 1. *KiB* is the cache's size at the end of a text of 512 tokens, of which 64 came after the prompt. Keys and values have 16 bits a number. Which fraction of the full cache's bytes does `h2o` take: a quarter, more or less? (A key and a value have 32 numbers each. A position and an accumulated sum take 4 bytes each. The budget is a quarter of the 448 prompt tokens.)
+# 1. *KiB* is the cache's size at the end of a text of 511 tokens, of which 64 came after the prompt. All three methods also evict after each of these. Keys and values have 16 bits a number. Which fraction of the full cache's bytes does `h2o` take: a quarter, more or less? (A key and a value have 32 numbers each. A position and an accumulated sum take 4 bytes each. The budget is a quarter of the 447 prompt tokens, rounded.)
 # 2. A needle is a fact hidden in the text. Does `h2o` find more needles than `streaming_llm`, fewer, or can you not tell? Does H2O gain if the question is part of the compressed prompt (*aware*)?
 # 3. *KL* measures how far predictions move from the full cache's; 0 means not at all. In which order do the three methods come?
 #
@@ -216,10 +217,12 @@ check("score")
 import subprocess
 import sys
 
-command = "-m nanollm --methods full random streaming_llm h2o --keep 25 --documents 16"
-subprocess.run([sys.executable, *command.split()]);
+command = """
+python -m nanollm --methods full random streaming_llm h2o --keep 25 --documents 16
+"""
+subprocess.run([sys.executable, *command.split()[1:]], check=True);
 
 # %% [markdown]
-# Write what you measured, where your prediction was wrong, and why, in at most ten sentences. Count two accuracies as different only if they differ by more than two standard errors (printed above the table); for KL take 0.05. The command also writes the figure `compare.png`.
+# Write what you measured, where your prediction was wrong, and why, in at most ten sentences. The table has each accuracy ± its standard error. Count two as different only if they differ by more than twice the root of the sum of both errors' squares; for KL take 0.05. The command also writes the figure `compare.png`.
 #
 #

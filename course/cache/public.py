@@ -88,12 +88,12 @@ def tokens(k, start, end):
 
 @problem("write")
 def test_two_writes(run):
-    """Write two tokens, then one: three slots in order, three tokens seen."""
-    k = tensor([1., 2, 3]).view(1, 1, 3, 1)
+    """Two rows. Write two tokens, then one: three slots in order, three tokens seen."""
+    k = tensor([1., 2, 3]).view(1, 1, 3, 1).repeat(2, 1, 1, 1)
     _, got = run("written", steps=[tokens(k, 0, 2), tokens(k, 2, 3)])
     same(got["slots"].get("k"), k, "the keys")
     same(got["slots"].get("v"), -k, "the values")
-    same(got["slots"].get("pos"), tensor([[[0, 1, 2]]]).int(), "the positions")
+    same(got["slots"].get("pos"), tensor([[[0, 1, 2]]] * 2).int(), "the positions")
     same((got["length"], got["seen"]), (3, 3), "slots in use and tokens seen")
 
 
@@ -126,12 +126,12 @@ def test_slots_that_were_freed(run):
 
 @problem("keep")
 def test_everything_moves(run):
-    """Of slots 0 1 2 3 head 0 keeps 0 and 2, head 1 keeps 1 and 3; the state moves along."""
+    """Of slots 0 1 2 3 head 0 keeps 0 and 2, head 1 keeps 1 and 3; the scores move along."""
     held = slots(tensor([[[0, 1, 2, 3], [0, 1, 2, 3]]]), score=tensor([[[5., 6, 7, 8], [1, 2, 3, 4]]]))
     got = run("kept", slots=held, i=tensor([[[0, 2], [1, 3]]]))
     same(got["slots"].get("pos"), tensor([[[0, 2], [1, 3]]]).int(), "the positions")
     same(got["slots"]["k"][..., 0], tensor([[[0., 2], [11, 13]]]), "the keys")
-    same(got["slots"].get("score"), tensor([[[5., 7], [2, 4]]]), "the state")
+    same(got["slots"].get("score"), tensor([[[5., 7], [2, 4]]]), "the scores")
     same((got["length"], got["ragged"]), (2, False), "length and ragged")
 
 
@@ -156,7 +156,7 @@ def test_the_last_fills_the_hole(run):
     got = run("dropped", slots=held, i=tensor([[[1]]]))
     same(got["slots"].get("pos"), tensor([[[0, 3, 2]]]).int(), "the positions")
     same(got["slots"]["k"][..., 0], tensor([[[0., 3, 2]]]), "the keys")
-    same(got["slots"].get("score"), tensor([[[5., 8, 7]]]), "the state")
+    same(got["slots"].get("score"), tensor([[[5., 8, 7]]]), "the scores")
     same((got["length"], got["seen"]), (3, 4), "slots in use and tokens seen")
 
 
@@ -207,7 +207,7 @@ def test_ties(run):
 @problem("shrink")
 def test_one_too_many(run):
     """Three slots, budget 2: the lowest goes, of equal scores the oldest. Use `drop`: no new buffers."""
-    held = slots(tensor([[[4, 2, 3], [2, 3, 4]]]))
+    held = slots(tensor([[[4, 3, 2], [2, 3, 4]]]))
     got = run("shrunk", slots=held, score=tensor([[[9., 1, 1], [7, 5, 6]]]), budget=2)
     same(by_position(got, "pos"), tensor([[[3, 4], [2, 4]]]).int(), "the positions")
     same(got["allocated"]["k"], 3, "the slots of the buffers")

@@ -162,9 +162,9 @@ check("play")
 #
 # **Before you run the cells, write down** what you expect, and why:
 #
-# 1. A decoding step multiplies about 2n²D numbers in `TwoCache` and in `FactoredFourCache`, and 4n²D in `FourCache`. Where do these come from? From 128 to 256 to 512 tokens: by which factor do the bytes grow that each cache holds? Will time follow the multiplications? Estimate how many bytes of pairs each step reads or writes at 512 tokens. Which cache is the fastest?
+# 1. A decoding step multiplies about 2n²D numbers in `TwoCache` and in `FactoredFourCache`, and 4n²D in `FourCache`. Where do these come from? From 128 to 256 to 512 tokens: by which factor do the bytes grow that each cache holds? Will time follow the multiplications? Estimate how many bytes of pairs each step reads or writes at 512 tokens. Do they explain the times? Which cache is the fastest?
 # 2. Bob guesses 16 · 512 bits: from all of Alice's cache, from one bit per number, and with every other token evicted. Which fraction is right?
-# 3. With fewer dimensions d, Alice's 16 keys are less orthogonal. At which of d = 128, 32, 8, 4 do guesses fail?
+# 3. With fewer dimensions d, Alice's 16 keys are less orthogonal. At which of d = 128, 32, 8, 4 is a guess wrong?
 #
 # Your prediction:
 #

@@ -38,7 +38,7 @@
 # | `means` | `MeanSketch.means` | `methods/ours/kv_reviver_shrunk.py` | 2 |
 # | `shrink` | `ShrunkSketch.centred` | `methods/ours/kv_reviver_shrunk.py` | 4 |
 #
-# **Read first:** KVReviver (Yuan et al., preprint), the section on the sketch, Algorithms 1 and 2; the docstrings of the three files. Count sketches go back to Charikar, Chen and Farach-Colton (2002).
+# **Read first:** KVReviver (Yuan et al., [arXiv 2512.17917](https://arxiv.org/abs/2512.17917)), the section on the sketch, Algorithms 1 and 2; the docstrings of the three files. Count sketches go back to Charikar, Chen and Farach-Colton (2002).
 #
 # ## How to check it
 #
@@ -167,7 +167,7 @@ check("means")
 # 2. the mean, (B, H, 1, 2D).
 # 3. the factor, a `float`.
 #
-# Both tensors have the dtype of `self.x`. Divide for the mean in the dtype of `self.sum`. Subtract in that dtype or in that of `self.x`; for 16-bit numbers the last digit does not matter.
+# Both tensors have the dtype of `self.x`. Divide for the mean in the dtype of `self.sum`. Subtract in either dtype; the tests allow for the rounding of 16 bits.
 #
 # Example: one row of two slots, 7 and −1; three tokens with the sum 6, so the mean is 2. The first slot has the signs + +, the second −. Return 7 − 4 = 3 and −1 + 2 = 1. a = 3 and b = 2 make the noise 1 and the factor ½.
 #
@@ -184,10 +184,10 @@ check("shrink")
 #
 # **Before you run the cells, write down** what you expect, and why:
 #
-# 1. From which load a/N on is the signed sketch worse than the mean alone, by your `collision_variance`? Will keys or values exceed this theory?
+# 1. From which load a/N on is the signed sketch worse than the mean alone, by your `collision_variance`? Do keys exceed this theory, and do values?
 # 2. The paper gives a tenth of a quarter of the entries to the sketch. What is the load (problem 6), and which error does the theory predict?
-# 3. The load doubles. By how much does the error of unsigned keys (*paper*) grow, and by how much that of signed keys?
-# 4. Which of the four is never above 1 on average, by construction? Which error do you expect of it at the load of question 2? In the decoder (last cell): are its predictions nearer to the full cache's than with all bytes spent on exact tokens, and does it find more labels?
+# 3. The load doubles, from 10.67 to 21.33. By how much does the error of unsigned keys (*paper*) grow, and by how much that of signed keys?
+# 4. Which of the four is built never to be above 1 on average, for keys and values? (With one row this holds exactly, with three nearly.) Which error do you expect of it at the load of question 2? In the last cell: does it bring the predictions nearer to the full cache's than *forgets* does, which spends all bytes on exact tokens, and does it find more labels?
 #
 # Your prediction:
 #
@@ -223,7 +223,7 @@ for N in (768, 384, 192, 96, 48, 24, 15):
     print(row)
 
 # %% [markdown]
-# The last cell, under a minute, compares caches that all have the bytes of a quarter of the entries. *forgets* is KVReviver without a sketch: all bytes hold exact tokens. *KL* measures how far predictions move from the full cache's, in nats, mean over 32 texts: lower is better. *labels* is the fraction of 48 few-shot prompts answered. In brackets: the difference to *forgets* ± its standard error, taken text by text. Believe a difference of more than two standard errors.
+# The last cell, under a minute, compares caches that all have the bytes of a quarter of the entries. *forgets* is KVReviver without a sketch: all bytes hold exact tokens. *paper* has three rows, *shrunk* one. *h2o*, for comparison, keeps the tokens with the most attention. *KL* measures how far predictions move from the full cache's, in nats, mean over 32 texts: lower is better. *labels* is the fraction of 48 few-shot prompts answered. In brackets: the difference to *forgets* ± its standard error, taken text by text. Believe a difference of more than two standard errors.
 
 # %%
 from methods.baselines.h2o import H2O

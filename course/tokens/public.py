@@ -180,7 +180,7 @@ def test_only_stage_1_is_pooled(run):
 
 @problem("theta")
 def test_half_the_weight(run):
-    """Weights ½ ¼ ¼, norms 2 4 8, the first stays: C = 4, W = 1, S = ½, so 2 − 1/S = 0 and θ = 4."""
+    """Weights ½ ¼ ¼, norms 2 4 8, the first stays: C = 4, M = 1, S = ½, so 2 − 1/S = 0 and θ = 4."""
     got = run("theta", weights=tensor([0.5, 0.25, 0.25]), norms=tensor([2., 4, 8]),
               kept=tensor([1, 0, 0]).bool())
     same(got, tensor(4.), "θ", atol=1e-6)
@@ -188,9 +188,9 @@ def test_half_the_weight(run):
 
 @problem("theta")
 def test_three_quarters(run):
-    """The first and the last of the same stay: W = 3, S = ¾, 2 − 1/S = ⅔, and θ = 4 − ⅔ · 3 = 2.
+    """The first and the last of the same stay: M = 3, S = ¾, 2 − 1/S = ⅔, and θ = 4 − ⅔ · 3 = 2.
 
-    Another head has the weights ¼ ½ ¼: C = 4½, W = 2½, S = ½, and θ = 4½.
+    Another head has the weights ¼ ½ ¼: C = 4½, M = 2½, S = ½, and θ = 4½.
     """
     got = run("theta", weights=tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]), norms=tensor([[2., 4, 8]] * 2),
               kept=tensor([[1, 0, 1]] * 2).bool())

@@ -80,9 +80,9 @@ def play(
     """Let Alice store tokens k, v under keys (n, d), and let Bob ask for each key.
 
     k and v are (n, d), or (n, 2d) with four matrices. For each key Bob asks in a copy of the cache,
-    with a zero token whose query is C · k_i. C defaults to 2 ln n. `compress(cache)` is what is
-    done to the cache before Bob gets it. eta: what he reads is off by a factor 1 ± η, each by
-    chance (Corollaries 4.4 and 4.5).
+    with a zero token whose query is C · keys[i], times √d if the cache divides by it. C defaults to
+    2 ln n. `compress(cache)` is what is done to the cache before Bob gets it. eta: what he reads is
+    off by a factor 1 ± η, each by chance (Corollaries 4.4 and 4.5).
     """
     n, d = keys.shape
     four = k.shape[1] == 2 * d
