@@ -15,7 +15,7 @@ SETTINGS = {
 TERMS = """\
 keep       keep ratio: the budget of each head, as a percentage of the prompt's tokens
 KiB        size of one text's compressed cache, with 16-bit numbers
-a task     mean score, ± one standard error; the questions of a context count as one, their mean
+a task     mean over contexts of their mean scores, ± one standard error (of one context: none)
 mean       over the tasks of which the full cache answers half or more
 - full     difference to the full cache, paired by context
 -log p     of the right answer, in nats a token, over all tasks"""
@@ -85,6 +85,8 @@ def means(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """
     contexts = x.groupby(["task", "context"]).mean()
     tasks = contexts.groupby("task")
+    if len(contexts) == tasks.ngroups:  # one of each: the tasks are the sample
+        return contexts.mean(), contexts.sem()
     squares = tasks.sem() ** 2
     error = squares.sum(skipna=False) ** 0.5
     return tasks.mean().mean(), error / tasks.ngroups
@@ -102,12 +104,7 @@ def shares(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 
 def judging(x: pd.DataFrame) -> list[str]:
     """Return the tasks of which the full cache answers half or more."""
-    found = []
-    for task, mine in x.groupby("task"):
-        mean, _ = means(mine)
-        if mean[FULL] >= 0.5:
-            found.append(task)
-    return found
+    return [task for task, mine in x.groupby("task") if means(mine)[0][FULL] >= 0.5]
 
 
 def points(frame: pd.DataFrame) -> list[dict]:
@@ -131,7 +128,11 @@ def points(frame: pd.DataFrame) -> list[dict]:
 # ---- as text ----
 
 
-def show(frame: pd.DataFrame, against: str | None = None, short: bool = False) -> str:
+def show(
+    frame: pd.DataFrame,
+    against: str | None = None,
+    short: bool = False,
+) -> str:
     """Return the tables of each setting: shares of the full cache's mean, then all numbers.
 
     short: of several keep ratios, only those at 12.5 %.
@@ -160,7 +161,7 @@ def show(frame: pd.DataFrame, against: str | None = None, short: bool = False) -
 def percentages(x: pd.DataFrame) -> pd.DataFrame:
     """Return the shares of the full cache's mean in percent, a row a method, a column a ratio."""
     share, error = shares(x)
-    cells = texts(100 * share, 100 * error, ".0f")
+    cells = texts(100 * share, 100 * error, "z.0f")
     matrix = pd.Series(cells, x.columns).unstack("keep")
     matrix = matrix.reindex(x.columns.unique("method"))
     columns = sorted(matrix, reverse=True)
@@ -208,7 +209,7 @@ def rival(x: pd.DataFrame, key: tuple[str, float], against: str) -> pd.Series:
     return x[key] * float("nan")
 
 
-def texts(mean: pd.Series, error: pd.Series, form: str = ".2f") -> list[str]:
+def texts(mean: pd.Series, error: pd.Series, form: str = "z.2f") -> list[str]:
     """Return means and errors as text; "" if there is no mean."""
     cells = []
     for m, e in zip(mean, error):

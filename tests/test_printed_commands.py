@@ -31,9 +31,9 @@ def printed() -> list[str]:
     found = set()
     for pattern in DOCUMENTS:
         for file in ROOT.glob(pattern):
-            for line in file.read_text().splitlines():
-                for start in re.finditer(r"python -m (nanollm|lab)\b", line):
-                    found.add(re.split("`|  +#| && | \\|", line[start.start() :])[0])
+            text = file.read_text()
+            for start in re.finditer(r"python -m (nanollm|lab)\b", text):
+                found.add(re.split("`|\n|  +#| && | \\|", text[start.start() :])[0])
     return sorted(x for x in found if not LEFT_OUT.search(x.strip()))
 
 
