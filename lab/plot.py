@@ -137,7 +137,7 @@ def panels(rows: list[dict], labels: dict[str, str], title: str, file: Path):
             if key in row and row["method"] in points:
                 points[row["method"]].append(row)
         over_bytes(axis, points, key, label)
-    figure.suptitle(f"{title}; bars: ± 1 standard error of accuracies or scores")
+    figure.suptitle(f"{title}; bars: ± 1 standard error of scores")
     if left_out:
         words = fill("Not drawn: " + ", ".join(left_out), 14 * round(size[0]))
         figure.supxlabel(words, fontsize=8, color="0.4")
