@@ -215,7 +215,7 @@ RULES = {
         ],
     ),
     "R11": ([rise(KVReviver, 0.008)], [rise(KVReviver, 0.04)]),
-    "R12": ([reviver(0.82, 0.1)], [reviver(0.5, 0.1), reviver(0.85, 0.9)]),
+    "R12": ([reviver(0.82, 0.8)], [reviver(0.5, 0.1), reviver(0.85, 0.9)]),
     "R13": ([reviver(0.82, 0.1)], [reviver(0.78, 0.1)]),
     "R14": (
         [shares(often=1.08, seldom=0.92)],
