@@ -33,6 +33,7 @@ def equations(q, k, v, raw):
 @pytest.mark.parametrize("cut", [PROMPT, 7, 1])
 def test_kept_tokens_equal_the_equations_and_later_ones_are_appended(cut):
     q, k, v = text()
+    v = v.clone()
     v[:, 1] *= 10  # the deviation is that of a layer, not of a head
     pos = torch.arange(42)
     turned = turn(q, pos), turn(k, pos), v
@@ -40,8 +41,7 @@ def test_kept_tokens_equal_the_equations_and_later_ones_are_appended(cut):
     feed(layer, turned, PROMPT, cut)
     end(layer)
     feed(layer, turned)
-    middle = [x[1, :, 3:28].double() for x in (*turned, k)]
-    score = equations(*middle)
+    score = equations(*(x[1, :, 3:28].double() for x in (*turned, k)))
     for h in range(H):
         best = score[h].topk(9).indices + 3
         stays = [*range(3), *range(28, 42), *best.tolist()]
