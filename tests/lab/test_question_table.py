@@ -91,8 +91,7 @@ def test_stored_rows_give_the_frame_again():
     frame = frame_of(records())
     rows = rows_of(frame)
     assert len(rows) == 6
-    again = frame_of_rows(rows)
-    assert question_table.show(again) == question_table.show(frame)
+    assert question_table.show(frame_of_rows(rows)) == question_table.show(frame)
 
 
 def test_a_task_that_the_full_cache_cannot_do_is_not_in_the_mean():

@@ -44,5 +44,9 @@ def test_kept_tokens_equal_the_equations_and_later_ones_are_appended(cut):
     score = equations(*(x[1, :, 3:28].double() for x in (*turned, k)))
     for h in range(H):
         best = score[h].topk(9).indices + 3
-        stays = [*range(3), *range(28, 42), *best.tolist()]
+        stays = [
+            *range(3),
+            *range(28, 42),
+            *best.tolist(),
+        ]
         assert sorted(layer.pos[1, h].tolist()) == sorted(stays)
