@@ -13,8 +13,8 @@ SETTINGS = {
     "aware": "the question is part of the prompt that is compressed",
 }
 TERMS = """\
-keep       keep ratio: the budget of each head, as a percentage of the prompt's tokens
-KiB        size of one text's compressed cache, with 16-bit numbers
+keep       keep ratio: a head's mean budget, as a percentage of the prompt's tokens
+KiB        size of one text's compressed cache, with 16 bits a number; with @4, four
 a task     mean over contexts of their mean scores, ± one standard error (of one context: none)
 mean       over the tasks of which the full cache answers half or more
 - full     difference to the full cache, paired by context
@@ -81,7 +81,8 @@ def wide(frame: pd.DataFrame, of: str) -> pd.DataFrame:
 def means(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """Return the means over tasks, which count alike, and their standard errors.
 
-    In a task contexts count alike: questions of one context do not err independently.
+    Contexts count alike in a task, whose questions of one context err together; tasks are taken as
+    independent.
     """
     contexts = x.groupby(["task", "context"]).mean()
     tasks = contexts.groupby("task")

@@ -113,7 +113,7 @@ check("share")
 #
 # P(v > x) = ((x + 1)^{1−k} − u^{1−k}) / (1 − u^{1−k}).
 #
-# Return draws of this `shape`, `torch.float64`. Draw one uniform number for each by a single `torch.rand(shape, dtype=torch.float64, generator=generator)`. The draw is the x at which **P(v ≤ x)** equals that number. `u` may be `math.inf`. First call `check_law(1, k, u)`, which raises a `ValueError` unless k is above 1, and above 2 if `u` is infinite.
+# Return draws of this `shape`, `torch.float64`. Draw one uniform number for each by a single `torch.rand(shape, dtype=torch.float64, generator=generator)`. The draw is the x at which **P(v ≤ x)** equals that number. `u` may be `math.inf`. First call `check_law(1, k, u)`, which raises a `ValueError` unless k and u exceed 1, and k exceeds 2 if `u` is infinite.
 #
 # Example: k = 3, u = ∞. The uniform number ¾ gives (x + 1)⁻² = ¼, so x = 1.
 #

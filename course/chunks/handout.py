@@ -121,7 +121,7 @@ check("fit")
 # %% [markdown]
 # ## 6. `ChunkKV.compress` (2 points, check `reuse`)
 #
-# Neighbouring layers like the same chunks. With `reuse=2` the layers form groups of two. The lower layer of a group chooses for both, and the upper one computes no window scores.
+# The paper: neighbouring layers like the same chunks. With `reuse=2` the layers form groups of two. The lower layer of a group chooses for both, and the upper one computes no window scores.
 #
 # `layers` holds the stores of all layers, the lowest first. All have read the prompt, `tokens`. A group is `self.reuse` layers that follow each other, from layer 0 on; the last group may be smaller. For each group:
 #
