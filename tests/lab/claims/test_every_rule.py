@@ -12,12 +12,13 @@ import pandas as pd
 import pytest
 import torch
 
-from common import tasks
+from common import ENCODING
+from lab import corpus
 from lab.benchmark import text_windows
 from lab.claims.rules import CLAIMS, judge
 from lab.claims.scissorhands_measured import FourBits
 from lab.claims.subject import ASKED, Subject
-from lab.tasks import Unmarked
+from lab.tasks import Tasks
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.h2o import H2O
 from methods.baselines.pyramid_kv import PyramidKV
@@ -40,8 +41,9 @@ N, T, KEEP = 3, 256, 0.2  # documents, their tokens, and a keep ratio that is no
 CUT = T - T // 8 - 1  # a text's prompt; the token after it is read twice
 MODEL = from_hf(TINY)
 L, H, G, D = 6, 3, 2, 32  # layers, key/value heads, query heads of each, head dim
-TASKS = tasks("test")
-ENDS = boundaries(TASKS.encoding, MODEL.config.vocab_size)
+OWN = "\n".join(corpus.text("test")[::2])  # as after --text
+TASKS = Tasks(ENCODING, "test", OWN)
+ENDS = boundaries(ENCODING, MODEL.config.vocab_size)
 TEXTS = text_windows(TASKS, N, T)
 SNAP = dict(window_size=8)
 RULES = {"SnapKV": SnapKV, "PyramidKV": PyramidKV, "AdaKV": AdaKV}
@@ -90,7 +92,7 @@ def answers(kind, keep, *names, aware=True, **options):
     found = []
     for name in names:
         made, task, given = ASKED[name]
-        source = TASKS if made is not Unmarked else Unmarked(TASKS.encoding, "test")
+        source = made(ENCODING, "test", OWN)
         batch = source.batch(task, 1, N, T, **given)
         [span] = batch.answers
         cut = span.start - 1 if aware else batch.question
