@@ -65,7 +65,7 @@ print("largest difference:", f"{(torch.stack(outputs) - together).abs().max():.0
 #
 # ## The same in a trained decoder
 #
-# `nanollm/tiny` is a decoder of 2.8 million parameters, trained on source code, English text and the tasks below. It reads the prompt once (*prefill*), and then one token a step (*decode*).
+# `nanollm/tiny` is a decoder of 2.8 million parameters, trained on source code, English text and tasks made by rule. It reads the prompt once (*prefill*), and then one token a step (*decode*).
 
 # %%
 from nanollm import TINY, tokenizer
@@ -230,7 +230,7 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
 # %% [markdown]
 # A heavy hitter is a vertical stroke. A recency head is the diagonal. In the retrieval head, the arrow marks one weight: the question's last token reads a value far back.
 #
-# While the retrieval head reads *mainly*, it looks for the token that followed an earlier *mainly*. Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained. Notebook 08 compares it with two decoders that learned their own; one is SmolLM2.
+# While the retrieval head reads a token, it looks for the token that followed an earlier copy of it. Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained. Notebook 08 compares it with two decoders that learned their own; one is SmolLM2.
 #
 # ## Forgetting two entries
 #
@@ -329,7 +329,7 @@ axes[0].set_ylabel("needles found")
 axes[0].legend();
 
 # %% [markdown]
-# With half of the entries or fewer, each method loses more than half of the needles. StreamingLLM finds a needle only if its value lies in the kept end. H2O finds one only if its value is new or drew attention before. The aware setting hardly helps H2O: it sums over all queries, and the question has few. (With 32 documents, differences below 0.2 mean little.)
+# With half of the entries or fewer, each method loses more than half of the needles. StreamingLLM finds a needle only if its value lies in the kept end. H2O finds one only if its value is new or has drawn much attention. The aware setting hardly helps H2O: it sums over all queries, and the question has few. (With 32 documents, differences below 0.2 mean little.)
 #
 # ## The memory of a conversation
 #

@@ -286,7 +286,7 @@ for words, names in pairs.items():
     print(f"{words:42}", *(f"{cell:9.0%}" for cell in cells))
 
 # %% [markdown]
-# Dropping the pool, without any norms, gains about as many heads as CriticalKV does. Here the norms alone gain in 44 % of the heads at 25 %, and in fewer at 6.25 %. Claim P7 counts 44 ± 5 % on *built* and 52 ± 3 % on SmolLM2, with both pooled at 25 %. So most of the lower $\mathcal L$ comes from the missing pool.
+# Dropping the pool, without any norms, gains about as many heads as CriticalKV does. Here the norms alone gain in 44 % of the heads at 25 %, and in fewer at 6.25 %. Claim P7 counts 44 ± 5 % on *built* and 52 ± 3 % on SmolLM2 (both stages pooled, 25 %). So most of the lower $\mathcal L$ comes from the missing pool.
 #
 # ## Are the answers better?
 #

@@ -322,7 +322,7 @@ axes[0].legend();
 # ## Three things to remember
 #
 # 1. On *built*, whole chunks keep long facts that single tokens lose. On SmolLM2, with half of the entries, only longer chunks do, and chunks that end with sentences (claim C1).
-# 2. A fixed grid loses most values that it cuts. A pool with the maximum repairs this for short values, chunks that end with sentences also for long ones.
+# 2. A fixed grid loses most values that it cuts. A pool with the maximum repairs this for values of two tokens, chunks that end with sentences for needles of all three lengths.
 # 3. Similar choices, or more whole examples, do not by themselves mean better answers.
 #
 # ## Exercises

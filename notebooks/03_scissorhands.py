@@ -339,7 +339,7 @@ axis.legend();
 #
 # 1. Compare persistence with chance. In *built*, above one even share, importance persists hardly more than by chance; above 16, in layers 2 to 5, it does. In the layer of SmolLM2 where fewest persist, 74 % do, and chance gives 66 % (claim S7).
 # 2. The printed bound of the loss is no bound for small budgets. A repaired one holds. The drift stays far below its own bound.
-# 3. A count of unimportance is nearly a count of age. If few entries are dropped at a time ($m = 8$), the KL is that of StreamingLLM, which counts nothing.
+# 3. A count of unimportance is nearly a count of age. If few entries are dropped at a time ($m = 8$), the KL is nearly that of StreamingLLM, which counts nothing.
 #
 # ## Exercises
 #

@@ -92,7 +92,7 @@ for Cache in (FourCache, TwoCache, FactoredFourCache):
 #
 # $$\text{score}_{ab} = \sum_j k_{1,aj}\, q_j\, k_{2,bj} = \big[(K_1 \circ q) K_2^\top\big]_{ab}, \qquad \text{out}_j = \sum_a V_{1,aj} \big[P V_2\big]_{aj}.$$
 #
-# Each is one matrix product. The factored form multiplies about as often as the two-cache form. But at 768 tokens its $4nd$ numbers (0.8 MB) fit into a processor's cache, while the $2n^2d$ numbers of all pairs (302 MB) come from memory. Below is one decoding step of each: one head, $d = 64$, float32, one thread, the best of three.
+# Each is one matrix product. The factored form multiplies about as often as the two-cache form. But at 768 tokens its $4nd$ numbers (0.8 MB) fit into most processors' caches; the $2n^2d$ numbers of all pairs (302 MB) do not. Below is one decoding step of each: one head, $d = 64$, float32, one thread, the best of three.
 
 # %%
 lengths, times = (128, 256, 512, 768), {}
@@ -272,7 +272,7 @@ for d in 2, 3, 4, 8, 16:
 #
 # ## A decoder that attends to pairs
 #
-# `pair_decoder(config)` builds `nanollm`'s decoder with tensor attention in every layer. RoPE rotates queries and keys so that the positions enter their product only as a distance. A product of *three* rotated vectors does not: if the text is shifted, the score changes.
+# `pair_decoder(config)` builds `nanollm`'s decoder with tensor attention in every layer. RoPE rotates queries and keys so that their product depends on the positions only through their distance. A product of *three* rotated vectors depends on more: if the text is shifted, the score changes.
 
 # %%
 vectors = torch.randn(3, 1, 1, 16, generator=seeded(0))
