@@ -145,7 +145,7 @@ axis.grid(alpha=0.3)
 figure.legend(loc="outside right center");
 
 # %% [markdown]
-# This is the paper's case (claim C1). SnapKV finds values of up to four tokens, because its pool reaches three tokens beyond the first; it never finds eight. Chunks of 10 find some long values, chunks of 20 more. Semantic chunks find nearly all.
+# This is the paper's case (claim C1). SnapKV finds values of up to four tokens, because its pool reaches three tokens beyond the first; of eight tokens it finds none here. Chunks of 10 find some long values, chunks of 20 more. Semantic chunks find nearly all.
 #
 # ## The grid cuts
 #
