@@ -21,7 +21,7 @@ import torch
 # %% [markdown]
 # ## The idea in a picture
 #
-# Each row is a query, each column a key. A token sees only the tokens before it, so later tokens never change an earlier row.
+# Each row is a query, each column a key. A token sees only itself and the tokens before it, so later tokens never change an earlier row.
 
 # %%
 n = 8
@@ -65,7 +65,7 @@ print("largest difference:", f"{(torch.stack(outputs) - together).abs().max():.0
 #
 # ## The same in a trained decoder
 #
-# `nanollm/tiny` is a decoder of 2.8 million parameters, trained on source code and English text. It reads the prompt once (*prefill*), and then one token a step (*decode*).
+# `nanollm/tiny` is a decoder of 2.8 million parameters, trained on source code, English text and tasks made by rule. It reads the prompt once (*prefill*), and then one token a step (*decode*).
 
 # %%
 from nanollm import TINY, tokenizer
@@ -88,7 +88,7 @@ print("same tokens:", torch.equal(recomputed[:, 64:], cached))
 print(encoding.decode(text[0, :64].tolist()), "⟦", encoding.decode(cached[0].tolist()), "⟧")
 
 # %% [markdown]
-# Both ways write the same continuation, here between the brackets. The cache changes nothing but the time:
+# Both ways write the same continuation, here between the brackets. But the times differ:
 
 # %%
 lengths = [64, 128, 256, 512, 1024, 2047]
@@ -158,9 +158,9 @@ axis.legend();
 #
 # Two kinds of object share the work:
 # - A **store** keeps the entries of one layer. It holds each entry in a **slot**: a place for one key, one value and the token's position. The decoder calls its `attend(q, k, v, pos)`, which writes the new keys and values and computes attention over all slots.
-# - A **method** decides which entries stay. One object serves all layers. The decoder reads in **pieces**: the prompt is one piece or a few, and later each new token is one. After each piece the store calls `observe(layer, q, p)`, with the queries and the attention probabilities. The method's `evict(layer)` runs when the prompt is compressed, and after each later piece. `layer` is the store of the layer in question.
+# - A **method** decides which entries stay. One object serves all layers. The decoder reads in **pieces**: the prompt is one piece or several, and later each token that it writes is one. After each piece the store calls `observe(layer, q, p)`, with the queries and the attention probabilities. By default the method's `evict(layer)` runs when the prompt is compressed, and after each later piece. `layer` is the store of the layer in question.
 #
-# The smallest method evicts nothing, and notes the probabilities in the store:
+# This method evicts nothing, and notes the probabilities in the store:
 
 # %%
 from nanollm.cache import Method
@@ -207,7 +207,7 @@ for axis, (name, numbers), form in zip(axes, measures.items(), ("{:.1f}", "{:.2f
 # %% [markdown]
 # Each square is one head, averaged over 16 documents. The left map counts in *even shares*. An even share is the weight that a token would get if all were read alike. Heads divide the work:
 # - **Recency heads** read their neighbourhood.
-# - **Retrieval heads** put most of their weight on the one value that is asked for, out of 250 tokens.
+# - **Retrieval heads** put most of the weight of the question's last token on the one value that is asked for, out of about 250 tokens.
 # - Other heads have **heavy hitters**: tokens that many queries read. A heavy hitter at the very start is called a **sink** (StreamingLLM, arXiv 2309.17453). SmolLM2 has strong sinks (notebook 08); this decoder has none.
 #
 # Here is the strongest head of each kind:
@@ -228,13 +228,13 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
                  arrowprops=dict(arrowstyle="->"));
 
 # %% [markdown]
-# A heavy hitter is a vertical stroke. A recency head is the diagonal. In the retrieval head, the arrow marks the end of the question: this query reads a value far back.
+# A heavy hitter is a vertical stroke. A recency head is the diagonal. In the retrieval head, the arrow marks one weight: the question's last token reads a value far back.
 #
-# While the retrieval head reads *lamp*, it looks for the token that followed an earlier *lamp*. Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained. Notebook 08 compares it with two decoders that learned their own; one is SmolLM2.
+# While the retrieval head reads a token, it looks for the token that followed an earlier copy of it. Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained. Notebook 08 compares it with two decoders that learned their own; one is SmolLM2.
 #
 # ## Forgetting two entries
 #
-# The value has two tokens. A store forgets by `keep`, which takes the slots that stay. Just before the question's last token is read, `keep` drops the value's two tokens: once in the retrieving layer alone, once in all layers but that one.
+# The value has two tokens. A store forgets by `keep`, which takes the slots that stay. Just before the question's last token is read, `keep` drops the value's two tokens: in no layer, in the retrieving layer alone, or in all layers but that one.
 
 # %%
 from lab.retrieval import answer
@@ -253,7 +253,7 @@ for name, layers in cases.items():
     print(f"value dropped in {name:25} {right:.2f} of the answers are right")
 
 # %% [markdown]
-# Two of 250 tokens in the retrieving layer decide the answer. The other layers do not need them. A compression method has to guess which entries matter, and in which head.
+# Two of about 250 tokens in the retrieving layer decide the answer. The other layers do not need them. A compression method has to guess which entries matter, and in which head.
 #
 # ## Two rules for forgetting
 #
@@ -300,7 +300,7 @@ assert (plot.kept(own, batch.question) == kept).all()  # as the library's H2O
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# Facts are underlined, bold if kept and orange if dropped. Dark tokens are kept, grey tokens are dropped. StreamingLLM drops the middle in every head. H2O gives half of its budget to the newest text. The other half goes to heavy hitters, many of them at the start, where tokens have been read longest. Where the background is pale, only some heads keep the token.
+# Facts are underlined, bold if kept and orange if dropped. On a dark ground every head keeps the token; grey tokens are dropped. StreamingLLM drops the middle in every head. H2O gives half of its budget to the newest text. The other half goes to heavy hitters, many of them at the start, where tokens have been read longest. Where the background is pale, only some heads keep the token.
 #
 # There are two moments to compress:
 # - **Query-agnostic** (short: agnostic): the cache is compressed before the question is known, as when a document is stored for later questions.
@@ -329,11 +329,11 @@ axes[0].set_ylabel("needles found")
 axes[0].legend();
 
 # %% [markdown]
-# With half of the entries or fewer, each method loses more than half of the needles. StreamingLLM finds a needle only if its value lies in the kept end. H2O finds a needle if its value drew attention before the question came. The aware setting hardly helps H2O: it sums over all queries, and the question has few. (With 32 documents, differences below 0.2 mean little.)
+# With half of the entries or fewer, each method loses more than half of the needles. StreamingLLM finds a needle only if its value lies in the kept end. H2O finds one only if its value is new or has drawn much attention. The aware setting hardly helps H2O: it sums over all queries, and the question has few. (With 32 documents, differences below 0.2 mean little.)
 #
 # ## The memory of a conversation
 #
-# Here is what four caches hold during a conversation of three turns. In a turn the decoder reads 96 tokens in pieces of 16, the cache is compressed, and the decoder writes 64 tokens.
+# Here is what four caches hold during a conversation of three turns. In a turn the decoder reads 96 tokens in pieces of 16, the cache is compressed, and 64 more tokens come one by one, as if the decoder wrote them.
 
 # %%
 from methods import scissorhands
@@ -358,7 +358,7 @@ axis.set(xlabel="tokens of the conversation", ylabel="KiB", title="a budget of 6
 axis.legend();
 
 # %% [markdown]
-# SnapKV falls to its budget when the prompt of a turn ends, and grows while it writes; while it reads it also stores the last queries. H2O holds its budget from then on, and grows while it reads. Scissorhands never exceeds its budget, so its memory is bounded before the conversation begins; when it is full, it drops half. It also stores 400 bits an entry, on what was unimportant lately.
+# SnapKV falls to its budget when the prompt of a turn ends, and grows while it writes; while it reads it also stores the last queries. H2O holds its budget while it writes, and grows while it reads. Scissorhands never exceeds its budget, so its memory is bounded before the conversation begins; when it is full, it drops half. It also stores a count and 400 bits an entry: in which of the last 400 steps the entry was unimportant.
 #
 # The methods in this repository try to find better entries. Notebook 01 begins with the simplest step: let only the prompt's last queries decide.
 #
@@ -376,7 +376,7 @@ axis.legend();
 #    <details><summary>Hint</summary>Head h owns the columns h·D to (h+1)·D. Work on a copy of the model; then remove the next strongest head as well.</details>
 # 3. Does this model need its first token? Compare `StreamingLLM` with `sinks=0` and `sinks=4`.
 #    <details><summary>Hint</summary><code>maker</code> passes options on to the method. `continuation` and `reference` in <code>lab/continuation.py</code> measure −log p (`nll`).</details>
-# 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them.
+# 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the figure of needles found, then draw them.
 #    <details><summary>Hint</summary>The newest token is always kept.</details>
 # 5. Write an oracle: a method that keeps exactly the facts and the newest tokens. How small may its budget be before needles are lost, agnostic?
 #    <details><summary>Hint</summary>Change <code>HeavyHitters</code>: give it the facts' positions as an option, and a score that is high for facts. It needs no <code>observe</code>.</details>

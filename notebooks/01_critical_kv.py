@@ -3,9 +3,9 @@
 #
 # **If a head may keep only a few of its entries, is it enough to keep those with the largest attention weights?**
 #
-# SnapKV, PyramidKV and AdaKV say yes: they keep the entries that the end of the prompt *attends to*. **CriticalKV** (arXiv 2502.03805) says no: an entry with a large weight and a tiny value adds nothing to the output. It bounds how much the output changes when an entry goes, and keeps the entries that lower this bound.
+# SnapKV, PyramidKV and AdaKV say yes: they keep the entries that the end of the prompt *attends to*. **CriticalKV** (arXiv 2502.03805) says no: an entry with a large weight and a tiny value adds almost nothing to the output. It bounds how much the output changes when an entry goes, and keeps the entries that lower this bound.
 #
-# Read `00_kv_cache.ipynb` first. The code beside this notebook: `nanollm/window.py`, `methods/baselines/snap_kv.py`, `methods/critical_kv.py`. Reading takes 30 minutes, running less than two. P1 to P10 are claims in `CLAIMS.md`. The paper measures models of 7 and 8 billion parameters; ours has 2.8 million.
+# Read `00_kv_cache.ipynb` first. The code beside this notebook: `nanollm/window.py`, `methods/baselines/snap_kv.py`, `methods/critical_kv.py`. Reading takes 30 minutes, running less than two. P1 to P13 are claims in `CLAIMS.md`. The paper measures models of 7 to 32 billion parameters; ours has 2.8 million.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -27,7 +27,7 @@ from lab.tasks import Tasks
 torch.set_grad_enabled(False)
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
-w = 8  # queries of the observation window; the papers' 32 are too many for our short prompts
+w = 8  # queries of the observation window; the paper's 32 are too many for our short prompts
 
 # %% [markdown]
 # ## The idea in a picture
@@ -62,7 +62,7 @@ plot.text(pieces, panels, facts, "weight 0", "largest weight", columns=2, width=
 #
 # SnapKV keeps the entries with the highest window scores, and the window itself. Two details:
 # - The query heads of a group share their entries, so their scores are averaged.
-# - Each score is replaced by the maximum of seven neighbours (*max-pool*), so that a token is kept together with the tokens around it.
+# - Each score is replaced by the maximum over seven tokens, three on each side (*max-pool*), so that a token is kept together with the tokens around it.
 
 # %%
 def top(score, count):
@@ -137,7 +137,7 @@ for dropped in (3, 0):
           f"{values[dropped].abs().sum():.1f}: L = {L:.3f}")
 
 # %% [markdown]
-# The largest weight may go, because its value is zero (claim P1). Does our decoder have such entries? Of all entries with more than 5 % of a head's weight, we take the one with the smallest norm, relative to the head's mean norm, weighted by attention:
+# The largest weight may go, because its value is zero (claim P1). Does our decoder have such entries? Of all entries with more than 5 % of a head's weight, we take the one with the smallest norm, relative to the head's attention-weighted mean norm:
 
 # %%
 W_O = torch.stack([block.attention.o.weight for block in model.blocks])  # (L, d_model, heads · D)
@@ -223,7 +223,7 @@ axis.grid(alpha=0.3)
 axis.legend();
 
 # %% [markdown]
-# The order is as proven (claims P3, P4), but θ is 2.8 to 4.2 times $\mathcal L$. And on *built*, the decoder here, Assumption 1 often fails. On SmolLM2 it holds in 96 % of the heads above the first layer (claim P6). The budgets 63, 32 and 16 are 25, 12.5 and 6.25 % of the prompt. With them, σ > 1/2 holds in 70, 60 and 31 % of the heads. The paper's Figure 4 shows $S$, the weight of the *whole* budget, which is larger.
+# The order is as proven (claims P3, P4), but θ is 2.8 to 4.2 times $\mathcal L$. And on *built*, the decoder here, Assumption 1 often fails. On SmolLM2 with a quarter of the entries it holds in 96 % of the heads above the first layer (claim P6). The budgets 63, 32 and 16 are 25, 12.5 and 6.25 % of the prompt. With them, σ > 1/2 holds in 70, 60 and 31 % of the heads. The paper's Figure 4 shows $S$, the weight of the *whole* budget, which is larger.
 #
 # If σ > 1/2, stage 2 minimises $\hat\theta$. Does it lower θ, too? We compare two stages with plain weights, at 64 entries:
 
@@ -286,11 +286,11 @@ for words, names in pairs.items():
     print(f"{words:42}", *(f"{cell:9.0%}" for cell in cells))
 
 # %% [markdown]
-# Dropping the pool, without any norms, gains about as many heads as CriticalKV does. Here the norms alone gain in 44 % of the heads at 25 %, and in fewer with less. The rule of P7 counts 44 ± 5 % on *built* and 52 % on SmolLM2. So most of the lower $\mathcal L$ comes from the missing pool.
+# Dropping the pool, without any norms, gains about as many heads as CriticalKV does. Here the norms alone gain in 44 % of the heads at 25 %, and in fewer at 6.25 %. Claim P7 counts 44 ± 5 % on *built* and 52 ± 3 % on SmolLM2 (both stages pooled, 25 %). So most of the lower $\mathcal L$ comes from the missing pool.
 #
 # ## Are the answers better?
 #
-# Now 24 documents each ask for a needle or for one of 16 listed key-value pairs. The question is in the prompt (*aware*), and a sixteenth of the entries stays. To be sure that the compressed cache answers, the last token's entry is forgotten before the compression, and the token is fed again. The window still holds its query.
+# Now 24 documents ask for a needle, and 24 for one of 16 listed key-value pairs. The question is in the prompt (*aware*), and a sixteenth of the entries stays. To be sure that the compressed cache answers, the last token's entry is forgotten before the compression, and the token is fed again. The window still holds its query.
 
 # %%
 asked = {task: tasks.batch(task, seed=0, B=24, T=256) for task in ("needle", "pairs")}
@@ -311,7 +311,7 @@ for Kind in (SnapKV, PyramidKV, AdaKV):
 print(f"SnapKV without a pool: {answered(SnapKV, kernel_size=1):.0%}")
 
 # %% [markdown]
-# The paper's rule lowers $\mathcal L$ and *loses* answers. On *built* `PooledCritical` finds more than plain SnapKV. On *learned* and SmolLM2 the gain is within two standard errors (claim P5). On PyramidKV and AdaKV its gain is within the errors (48 questions, a standard error of up to 7 points). SnapKV without a pool finds hardly anything. Why does the pool matter?
+# The paper's rule lowers $\mathcal L$ and *loses* answers. On *built* `PooledCritical` finds more than plain SnapKV. On *learned* the gain at this budget is within two standard errors, and SmolLM2 finds nothing (claim P5). On PyramidKV and AdaKV the gain of *built* is within the errors, too (48 questions, a standard error of up to 7 points). SnapKV without a pool finds hardly anything. Why does the pool matter?
 
 # %%
 panels = {}
@@ -347,13 +347,13 @@ axis.grid(alpha=0.3)
 axis.legend(title="entries kept");
 
 # %% [markdown]
-# *Across* keep ratios the argument holds: fewer entries, larger $\mathcal L$, larger KL. *Within* a keep ratio, where one has to choose a method, these 12 texts decide only at 50 %: at 25 % and 6.25 % the intervals contain 0. Claim P10 has 32 texts and 13 methods, at four keep ratios, on three decoders.
+# *Across* keep ratios the argument holds: fewer entries, larger $\mathcal L$, larger KL. *Within* a keep ratio, where one has to choose a method, these 12 texts decide only at 50 %: at 25 % and 6.25 % the intervals contain 0. Claim P10 has 24 texts and 13 methods, at four keep ratios, on three decoders.
 #
 # We think the reason is this. $\mathcal L$ is a mean over all later queries, but an answer needs one entry for one query.
 #
 # ## Three things to remember
 #
-# 1. If the question is in the prompt, its last queries tell *built* which entries the answer needs, as long as neighbours are kept too (the pool). On SmolLM2 they find half of the needles and pairs with a quarter of the entries, and none with a sixteenth.
+# 1. If the question is in the prompt, the prompt's last queries tell *built* which entries the answer needs, as long as neighbours are kept too (the pool). On SmolLM2 SnapKV finds 46 % of the needles and pairs with a quarter of the entries, and none with a sixteenth.
 # 2. An entry matters to the output by weight × value norm, but in this decoder the norms of the entries with much weight differ little, and the bound is loose.
 # 3. A smaller change of the attention output did not mean better answers on *built*: measure the answers.
 #

@@ -3,9 +3,9 @@
 #
 # **A cache may keep a part of the prompt: should it choose single tokens, or chunks of neighbouring tokens?**
 #
-# SnapKV and its relatives choose single tokens. **ChunkKV** (arXiv 2502.00299) cuts the prompt into chunks of ten tokens and keeps the best chunks whole, because a token means little without its neighbours. It also lets neighbouring layers share one choice, and argues that whole chunks help in-context learning.
+# SnapKV and its relatives choose single tokens. **ChunkKV** (arXiv 2502.00299) cuts the prompt into chunks of ten tokens and keeps the best chunks, because a token means little without its neighbours. It also lets neighbouring layers share one choice, and its paper argues that whole chunks help in-context learning.
 #
-# Read `00_kv_cache.ipynb` first, and in `01_critical_kv.ipynb` the part about window scores. The code beside this notebook: `methods/chunk_kv.py`. Reading takes 30 minutes, running under two. C1 to C4 are claims in [CLAIMS.md](../CLAIMS.md). All numbers come from *built*, a decoder with 2.8 million parameters.
+# Read `00_kv_cache.ipynb` first, and in `01_critical_kv.ipynb` the part about window scores. The code beside this notebook: `methods/chunk_kv.py`. Reading takes 30 minutes, running under two. C1 to C4 are claims in [CLAIMS.md](../CLAIMS.md). All our numbers come from *built*, a decoder with 2.8 million parameters.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -36,7 +36,7 @@ from nanollm.cache import compress, crop, make_cache
 torch.set_grad_enabled(False)
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
-w = 8  # queries of the observation window; the papers' 32 are too many for our short prompts
+w = 8  # queries of the observation window; the default, 32, is too many for our short prompts
 ends = tokenizer.boundaries(encoding, c.vocab_size)  # tokens that end a line, sentence or clause
 methods = {"single tokens": (SnapKV, dict(kernel_size=1)), "SnapKV": (SnapKV, {}),
            "ChunkKV": (ChunkKV, {}), "ChunkKV, c = 20": (ChunkKV, dict(select=Chunks(20))),
@@ -52,7 +52,7 @@ def make(name, ratio, **more):
 # %% [markdown]
 # ## The idea in a picture
 #
-# A fact with a long value (four numbers, eight tokens) stands in a text, and the question for it at the end. Each head keeps an eighth of the entries. Which rule keeps the whole value?
+# Two facts with long values (four numbers, eight tokens) stand in a text, and the question for one of them at the end. Each head keeps an eighth of the entries. Which rule keeps the whole value?
 # - *Single tokens*: the tokens with the highest window scores.
 # - *SnapKV*: the same after a max-pool over seven neighbours.
 # - *ChunkKV*: chunks of ten tokens, on a fixed grid, with the highest sum of window scores.
@@ -145,7 +145,7 @@ axis.grid(alpha=0.3)
 figure.legend(loc="outside right center");
 
 # %% [markdown]
-# This is the paper's case (claim C1). SnapKV finds values of up to four tokens, because its pool reaches three tokens beyond the first; it never finds eight. Chunks of 10 find some long values, chunks of 20 more. Chunks that end where the text does find nearly all.
+# This is the paper's case (claim C1). SnapKV finds values of up to four tokens, because its pool reaches three tokens beyond the first; of eight tokens it finds none here. Chunks of 10 find some long values, chunks of 20 more. Semantic chunks find nearly all.
 #
 # ## The grid cuts
 #
@@ -181,7 +181,7 @@ axis.grid(alpha=0.3)
 axis.legend();
 
 # %% [markdown]
-# Only the grid has moved. Inside a chunk nearly all answers survive; at a cut most are lost. The prompt's last query looks for the value's first token, and the queries before it look for the words before the value. So the chunk with the first token gathers the scores. The chunk after it gathers none.
+# Only the grid has moved. If the value lies in one chunk, nearly all answers survive; if the grid cuts it, most are lost. The prompt's last query looks for the value's first token, and the queries before it look for the words before the value. So the chunk with the first token gathers the scores. The chunk after it gathers hardly any.
 #
 # Two repairs: *pool and maximum* takes SnapKV's pooled scores and a chunk's maximum in place of its sum, so that a score counts beside a cut, too. *Semantic chunks* move the cuts.
 
@@ -317,12 +317,12 @@ axes[0].legend();
 # %% [markdown]
 # A bound over what it bounds must not lie below 1. The paper's Eq. 12 falls below. So does its Eq. 15, if the term O(1), which the paper leaves open, is 0. With the remainder both hold. They say nothing about a decoder's weights, though: double a layer's value matrix and halve its output matrix, and no prediction changes, so $\lambda_{\min} = 0$ (exercise 5).
 #
-# The table `all` in [RESULTS.md](../RESULTS.md) has both settings at 25 %, and `lab/stored/all.json` has all keep ratios.
+# The section *Every method* of [RESULTS.md](../RESULTS.md) has both settings at 25 %, and `lab/stored/all.json` has all keep ratios.
 #
 # ## Three things to remember
 #
-# 1. On *built*, whole chunks keep long facts that single tokens lose. On SmolLM2 only longer chunks do, and chunks that end with sentences (claim C1).
-# 2. A fixed grid loses the facts that it cuts. A pool with the maximum, or chunks that end where the text does, repair this.
+# 1. On *built*, whole chunks keep long facts that single tokens lose. On SmolLM2, with half of the entries, only longer chunks do, and chunks that end with sentences (claim C1).
+# 2. A fixed grid loses most values that it cuts. A pool with the maximum repairs this for values of two tokens, chunks that end with sentences for needles of all three lengths.
 # 3. Similar choices, or more whole examples, do not by themselves mean better answers.
 #
 # ## Exercises

@@ -3,7 +3,7 @@
 #
 # **Question.** A cache with a fixed budget must drop entries while it still reads. Can it tell from the past which entries it will need?
 #
-# The methods of the earlier notebooks read the whole prompt and then compress it. **Scissorhands** never holds more than its budget. When the cache is full, it drops the entries that were unimportant most often. This is a bet on the *persistence of importance*: an entry that received attention will receive attention again. The paper proves the bet for a small model, bounds the loss, and observes both in large models. Numbers here are from the decoder *built* (`08_three_decoders.ipynb`).
+# The other methods of the earlier notebooks read the whole prompt and then compress it. **Scissorhands** never holds more than its budget. When the cache is full, it drops the entries that were unimportant most often. This is a bet on the *persistence of importance*: an entry that received attention will receive attention again. The paper proves the bet for a small model, bounds the loss, and observes persistence in large models. A decoder's numbers here are those of *built* (`08_three_decoders.ipynb`), unless another is named.
 #
 # - The budget $B$ is a number of entries per head; $\beta = B/T$ is the keep ratio.
 # - An entry is *pivotal* to the query at position $t$ if its attention weight exceeds the even share $1/t$.
@@ -68,11 +68,11 @@ assert scissorhands(q, k, 16, 4) == sorted(cache.pos.flatten().tolist())
 print("kept of 61 tokens:", *scissorhands(q, k, 16, 4))
 
 # %% [markdown]
-# The loop keeps what the library keeps. There the work is divided: the store `BudgetSlots` asks for room when it is full, and the method `Scissorhands` counts in `observe` and drops entries in `evict`.
+# The loop keeps what the library keeps. The library divides the work: the store `BudgetSlots` asks for room when it is full, and the method `Scissorhands` counts in `observe` and drops entries in `evict`.
 #
 # ## The observation: do the same columns light up?
 #
-# Attention at three positions of one text, as in the paper's appendix A.1. A row is a head, and a column is a token.
+# The figure shows the attention of three queries of one text, as in the paper's appendix A.1. A row is a head, and a column is a token.
 
 # %%
 text = text_windows(tasks, windows=8, T=512)
@@ -99,7 +99,7 @@ figure.colorbar(axes[0, 0].images[0], ax=axes, label="weight, in even shares 1/t
 # %% [markdown]
 # A few keys are dark for more than one query, many for one only, and the newest always. The paper measures this by the *persistence ratio*. Take the tokens of the first half that are pivotal to some query of the second half. The ratio is the share of them that was pivotal before. We have only the paper's appendix; by its restatements elsewhere, the paper finds more than 95 % in most layers.
 #
-# What would chance give? If 98 % of *all* tokens were pivotal once, then 98 % of any chosen tokens were, and the ratio says nothing. So the number in brackets is the share of all tokens of the first half that were pivotal in it. The other lines raise the threshold, and ignore queries close behind a token.
+# What would chance give? If 98 % of *all* tokens were pivotal once, then about 98 % of tokens chosen at random were, and the ratio says nothing. So the number in brackets is the share of all tokens of the first half that were pivotal in it. The other lines raise the threshold, and ignore queries close behind a token.
 
 # %%
 print("ratio (chance), mean over heads and texts", *(f"layer {i}" for i in range(L)), sep="     ")
@@ -112,7 +112,7 @@ for times, distance in (1, 1), (4, 16), (16, 16):
 # %% [markdown]
 # At the paper's threshold (first line) the ratio is above 97 % in five layers, but nowhere more than two points above chance. In five layers of this decoder nearly every token is pivotal to some query, in layer 1 71 %. In models of billions of parameters pivotal tokens may be few; this notebook cannot test that.
 #
-# With a higher threshold importance *does* persist in most layers. Take tokens that receive 16 even shares at a distance of 16 or more. In layers 2 to 5, 31 to 48 % of them did so before; chance would be 3 to 6 %. Layers 0 and 1 stay near chance: layer 0 looks back a fixed distance. Layer 1 stays near chance at any threshold. It retrieves facts, so it attends to whatever is asked for (claim S7).
+# With a higher threshold importance *does* persist in most layers. Take tokens that receive 16 even shares at a distance of 16 or more. In layers 2 to 5, 31 to 48 % of them did so before; chance would be 3 to 6 %. Layers 0 and 1 stay within three points of chance at all three thresholds. Layer 0 looks back a fixed distance. Layer 1 retrieves facts, so it attends to whatever is asked for (claim S7).
 #
 # Theorem 4.1 below assumes that attention weights follow a power law $x^{-k}$ with $k > 2$. `tail_exponent` fits one to each text by maximum likelihood. ± is the standard error over eight texts.
 
@@ -128,7 +128,7 @@ for layer, weights in enumerate(attention):  # in even shares, of the last 64 qu
 #
 # One layer, one head, no residual around attention: $a_t = \mathrm{softmax}(\tfrac1t x_t W_Q W_K^\top X_{t-1}^\top) X_{t-1} W_V W_O$ and $x_{t+1} = F(a_t)$ with $F(x) = x + W_2\,\mathrm{relu}(W_1 x)$. $\lambda_Q, \dots, \lambda_2$ are the largest singular values of the six matrices. $\alpha_{t,\ell}$ is the weight of token ℓ at step $t$.
 #
-# Theorem 3.1 (B.1 in the appendix), in the form that holds. Let $A = W_V W_O W_Q W_K^\top$, and let ε > 0 satisfy
+# Theorem 3.1 (B.1 in the appendix), in the form that holds. Let all tokens have norm 1, let $A = W_V W_O W_Q W_K^\top$, and let ε > 0 satisfy
 #
 # - $|x_j A x_\ell^\top| \le \varepsilon\, x_\ell A x_\ell^\top$ for all other $j < t$, and
 # - $1 - \cos(a_t, x_{t+1}) \le (\varepsilon\, x_\ell A x_\ell^\top/\lambda_Q\lambda_K\lambda_V\lambda_O)^2$.
@@ -157,13 +157,13 @@ axes[0].set_ylabel("next score, in units of x_ℓAx_ℓᵀ/‖a_t‖")
 axes[0].legend(loc="upper left", fontsize=8);
 
 # %% [markdown]
-# The theorem holds for every token of every draw (claim S3). It is informative, that is, it promises a score above 0, only for tokens with a weight above 3ε. Random weights and tokens never get there: $x_j A x_\ell^\top$ shrinks like $1/\sqrt d$, but so does a random $x_\ell A x_\ell^\top$. The theorem describes a model that has learned this property, not any model.
+# The theorem holds for every token of every draw (claim S3). It is informative, that is, it promises a score above 0, only for tokens with a weight above 3ε. Random weights and tokens do not get there (claim S3): $x_j A x_\ell^\top$ shrinks like $1/\sqrt d$, but so does a random $x_\ell A x_\ell^\top$. The theorem describes a model that has learned this property, not any model.
 #
-# The paper prints the first condition without absolute values, which is not enough, and includes $j = t$, which forbids a query to resemble its key. The proof uses the form above.
+# The paper prints the first condition without absolute values, which is not enough, and includes $j = t$, which forbids a query to resemble a key that it attends to. The proof uses the form above.
 #
 # ## What the budget loses: the printed bound
 #
-# Theorem B.3, a step in the proof of Theorem 4.1, bounds the lost mass. Weights are $v_j/\sum v$, with $v$ from a power law $c\,(x+b)^{-k}$ on $[0, u-b]$. The cache drops the share $1-\beta$ of the smallest. The paper prints (Eq. 11) that the loss is at most $\frac{1-\beta}{0.98(1-\varepsilon)^2}\bigl(k-(k-1)\bigl(\tfrac{1-\varepsilon}{\beta-\varepsilon}\bigr)^{1/(k-1)}\bigr)$ for $u \ge 5b$. The figure shows it with ε → 0, the exact loss (`tail_mass`), and simulations.
+# Theorem B.3, a step in the proof of Theorem 4.1, bounds the lost mass. Weights are $v_j/\sum v$, with $v$ from a power law $c\,(x+b)^{-k}$ on $[0, u-b]$. The cache drops the smallest weights, a share $1-\beta$ of them. The paper prints (Eq. 11) that the loss is at most $\frac{1-\beta}{0.98(1-\varepsilon)^2}\bigl(k-(k-1)\bigl(\tfrac{1-\varepsilon}{\beta-\varepsilon}\bigr)^{1/(k-1)}\bigr)$ for $u \ge 5b$. The figure shows it with ε → 0, the exact loss (`tail_mass`), and simulations.
 
 # %%
 betas = torch.linspace(.05, 1, 96).tolist()
@@ -184,7 +184,7 @@ axes[0].set_ylabel("mass lost (markers: simulated)")
 axes[2].legend(fontsize=8);
 
 # %% [markdown]
-# For β above about a half, the printed curve lies above the loss. Below $\beta = ((k-1)/k)^{k-1}$ it is negative, which no mass can be. That happens at keep ratios below 0.37 to 0.5, where compression starts to be useful. Where is the slip? The next cell follows the last lines of the proof with $k = 3$, ε → 0, $b = 1$.
+# For β above 0.56, the printed curve lies above the loss in all three panels. Below $\beta = ((k-1)/k)^{k-1}$ it is negative, which no mass can be. That happens at keep ratios below 0.37 to 0.5, where compression starts to be useful. Where is the slip? The next cell follows the last lines of the proof with $k = 3$, ε → 0, $b = 1$.
 
 # %%
 for beta, u in ((.25, 1e6), (.5, 5)):
@@ -201,9 +201,9 @@ for beta, u in ((.25, 1e6), (.5, 5)):
 #
 # (b) Δ stands in a denominator and is replaced by 0.98 b because $\Delta \le 0.98\,b$. The opposite direction is needed, and it fails: at $u = 5b$, Δ is 0.67 b (second line).
 #
-# The line before the slips is right. Eq. 11 holds only with some probability, but that does not save it (`tests/methods/theory/test_persistence.py`).
+# The line before the slips is right. The paper claims Eq. 11 only with some probability, but that does not save it (`tests/methods/theory/test_persistence.py`).
 #
-# `repaired_bound` uses the proof's threshold and two concentration inequalities. It holds for every number $n$ of draws; `best_bound` takes its best ε. Three laws and budgets:
+# `repaired_bound` uses the proof's threshold and two concentration inequalities. It holds for every number $n$ of draws; `best_bound` takes the best of 39 values of ε. Three laws and budgets:
 
 # %%
 print("    k   u/b     β    simulated  repaired   printed   largest possible, 1 − β")
@@ -245,7 +245,7 @@ axis.legend(fontsize=8);
 #
 # All methods now evict while they read. They read 16 tokens at a time, so the others hold up to 16 entries more than their budget for a moment. Scissorhands never does.
 #
-# The paper drops half of the budget at once, $m = B/2$. Fewer at a time, $m = 8$, are tried as well.
+# The paper drops half of the budget at once, $m = B/2$. We also try fewer at a time, $m = 8$.
 
 # %%
 methods = {"Scissorhands": (Scissorhands, {}, plot.style("scissorhands")),
@@ -305,7 +305,7 @@ tried = {"Scissorhands, m = 64": (Scissorhands, {}),
 for name, (Kind, options) in tried.items():
     caches = make_cache(model, Kind, budget=B, **options)
     evict_while_reading(caches)
-    feed(model, text[:, :449], caches)  # 448 is a multiple of 64 and of 8: right after a drop
+    feed(model, text[:, :449], caches)  # 448 is a multiple of 64: right after a drop
     n = caches[0].length
     newest = [(cache.pos >= 449 - n).float().mean() for cache in caches]
     print(f"{name:21} of {n:3} kept, among the newest {n:3}, per layer:",
@@ -339,7 +339,7 @@ axis.legend();
 #
 # 1. Compare persistence with chance. In *built*, above one even share, importance persists hardly more than by chance; above 16, in layers 2 to 5, it does. In the layer of SmolLM2 where fewest persist, 74 % do, and chance gives 66 % (claim S7).
 # 2. The printed bound of the loss is no bound for small budgets. A repaired one holds. The drift stays far below its own bound.
-# 3. A count of unimportance is nearly a count of age. Dropping few entries at a time helps more than the count.
+# 3. A count of unimportance is nearly a count of age. If few entries are dropped at a time ($m = 8$), the KL is nearly that of StreamingLLM, which counts nothing.
 #
 # ## Exercises
 #

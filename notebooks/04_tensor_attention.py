@@ -63,10 +63,10 @@ for axis, x, title in zip(axes, (100 * one[None], 100 * two, born), titles):
 # Three stores take the place of the ordinary `Slots`, with $k = [k_1 | k_2]$ and $v = [v_1 | v_2]$:
 #
 # - `FourCache` keeps $K_1, K_2, V_1, V_2$ and forms all pairs for each query, as the paper describes it.
-# - `TwoCache` keeps all pairs.
+# - `TwoCache` keeps all pairs. To form new ones it also keeps the four matrices, which the count below leaves out.
 # - `FactoredFourCache` keeps the four matrices and never forms a pair.
 #
-# Token by token they compute one function:
+# Token by token they compute the same function:
 
 # %%
 k, v = torch.cat((k1, k2), 1), torch.cat((v1, v2), 1)
@@ -92,7 +92,7 @@ for Cache in (FourCache, TwoCache, FactoredFourCache):
 #
 # $$\text{score}_{ab} = \sum_j k_{1,aj}\, q_j\, k_{2,bj} = \big[(K_1 \circ q) K_2^\top\big]_{ab}, \qquad \text{out}_j = \sum_a V_{1,aj} \big[P V_2\big]_{aj}.$$
 #
-# Each is one matrix product. The factored form multiplies as often as the two-cache form. But its $4nd$ numbers stay in the processor's cache, while the $2n^2d$ numbers of all pairs come from memory. Below is one decoding step of each: one head, $d = 64$, float32, one thread, the best of three.
+# Each is one matrix product. The factored form multiplies about as often as the two-cache form. But at 768 tokens its $4nd$ numbers (0.8 MB) fit into most processors' caches; the $2n^2d$ numbers of all pairs (302 MB) do not. Below is one decoding step of each: one head, $d = 64$, float32, one thread, the best of three.
 
 # %%
 lengths, times = (128, 256, 512, 768), {}
@@ -122,7 +122,7 @@ axis.grid(alpha=.3)
 axis.legend(fontsize=8);
 
 # %% [markdown]
-# The factored form is the fastest at every length, and it needs as little memory as `FourCache`.
+# The factored form is the fastest at every length measured here, and it needs as little memory as `FourCache`.
 #
 # Theorem 4.3 compares the two algorithms of the paper's Figure 1, and for these it is true. But the trade-off of Remark 3.9 does not exist: keep $K_1, K_2, V_1, V_2$ (claim T4: *does not hold*).
 #
@@ -130,7 +130,7 @@ axis.legend(fontsize=8);
 #
 # The lower bounds are games. Alice writes $n \times d$ bits into a cache: token $t$ gets a key $k_{1,t}$ of its own, and the bits of row $t$ as its value $v_{1,t}$; $k_2 = v_2 = 1$. Bob gets only the cache. To read row $t$ he asks with the query $C\,k_{1,t}$. If $C = 2 \ln n$, the right key outweighs all others. If Bob can read every row, the cache must hold all $nd$ bits, whatever it looks like inside.
 #
-# The keys are random. They are orthonormal up to ε, if $d$ is large compared with $\log n$. The bits are a picture of 32 rows and 2048 columns. Coins that Bob knows flip half of the bits, so that no bit can be guessed from its neighbours.
+# The keys are random. They are orthonormal up to ε, if $d$ is large compared with $\log n$. The bits are a picture of 32 rows and 2048 columns. Coins that Bob knows flip about half of the bits, so that no bit can be guessed from its neighbours.
 
 # %%
 picture = Image.new("1", (128, 32))
@@ -157,7 +157,7 @@ for axis, (name, game) in zip(axes, games.items()):
 axes[-1].set_xlabel("component of the value, the first 128 of 2048");
 
 # %% [markdown]
-# With the exact cache every bit comes back. The readings lie within the predicted margins, once the prediction counts the $2n+1$ pairs with the zero key that Bob must append. The proof leaves these out (claim T6). If every other token is evicted, half of the bits in those rows are right by luck.
+# With the exact cache every bit comes back. The readings lie within the predicted margins, once the prediction counts the $2n+1$ pairs with the zero key that Bob must append. The proof leaves these out (claim T6). If every other token is evicted, about half of the bits in the evicted rows are right by luck.
 #
 # The keys must be nearly orthonormal. How many dimensions does that take?
 
@@ -173,9 +173,9 @@ for count in 8, 32, 128:
           *(f"{x:6.2f}" for x in eps * np.sqrt(dimensions / math.log(count))))
 
 # %% [markdown]
-# Below about 16 dimensions the keys blur into each other. From there on, ε is about $2\sqrt{\ln n/d}$ (claim T5). Only this way of reading fails then: the bits are still in $V_1$.
+# Below about 16 dimensions the keys blur into each other. Only this way of reading fails then: the bits are still in $V_1$. From 16 dimensions on, ε is about $2\sqrt{\ln n/d}$ (claim T5).
 #
-# **Four or two?** Theorem 4.2 plays the game with $n^2$ rows and concludes that the two-cache form needs $n^2 d$ bits (claim T7). Its rows must be arbitrary. But the rows of $K_1 \oslash K_2$ are computed from $4nd$ numbers. The theorem is a bound for the *format*, and a reason not to use it.
+# **Four or two?** Theorem 4.2 plays the game with $n^2$ rows and concludes that the two-cache form needs $n^2 d$ bits (claim T7). Its rows must be arbitrary. But the rows of $K_1 \oslash K_2$ and $V_1 \oslash V_2$ are computed from $4nd$ numbers. The theorem is a bound for the *format*, and a reason not to use it.
 #
 # ## SubGen: an estimate instead
 #
@@ -249,7 +249,7 @@ axes[0].set_ylabel("rms error / norm of the output")
 axes[0].legend(fontsize=8);
 
 # %% [markdown]
-# A printed number above 1 means that SubGen has the smaller error. Random tokens are better where values are alike, in clusters or not. Where a few values carry most of the norm, SubGen is better on average. But the texts differ widely, and random tokens win in some of them.
+# A printed number above 1 means that SubGen has the smaller error. On average random tokens are better where values are alike, in clusters or not. Where a few values carry most of the norm, SubGen is better on average. But the texts differ widely, and random tokens win in some of them.
 #
 # The lemma leaves its constants open; `sizes` in `methods/theory/clustering.py` computes them. With these sizes the error keeps its promise with room to spare (claim T9).
 #
@@ -268,11 +268,11 @@ for d in 2, 3, 4, 8, 16:
     print(f"          d = {d:2}  ", *(f"{x:5}" for x in clusters), f"{most:12.0f}")
 
 # %% [markdown]
-# For $d$ = 2 the number of clusters stops growing at once. For $d$ = 8 and 16 it still grows at 8192 tokens, and SmolLM2's heads have $d = 64$. The paper's lower bound of $\Omega(d\,e^d)$ bits holds with other keys than the proof's, but our upper bound is $3.21^d$ (claims T11 and T12).
+# For $d$ = 2 the number of clusters stops growing at 128 tokens. For $d$ = 8 and 16 it still grows at 8192 tokens, and SmolLM2's heads have $d = 64$. The paper's lower bound of $\Omega(d\,e^d)$ bits holds with other keys than the proof's, but our upper bound is $3.21^d$ (claims T11 and T12).
 #
 # ## A decoder that attends to pairs
 #
-# `pair_decoder(config)` builds `nanollm`'s decoder with tensor attention in every layer. RoPE rotates queries and keys so that their product depends on the distance alone. A product of *three* rotated vectors does not: if the text is shifted, the score changes.
+# `pair_decoder(config)` builds `nanollm`'s decoder with tensor attention in every layer. RoPE rotates queries and keys so that their product depends on the positions only through their distance. A product of *three* rotated vectors depends on more: if the text is shifted, the score changes.
 
 # %%
 vectors = torch.randn(3, 1, 1, 16, generator=seeded(0))
@@ -281,7 +281,7 @@ for shift in (0, 1, 10, 100):
     print(f"text shifted by {shift:3}: q·k = {two:.3f}   q·(k₁∘k₂) = {three:7.3f}")
 
 # %% [markdown]
-# So the keys of pairs are not rotated here. Causality, or GPT-2's learned positions, tells the order.
+# So queries and keys are not rotated here. Causality, or GPT-2's learned positions, tells the order.
 #
 # **The task.** Match-3 asks at each number $x_i$: is there a pair $a, b \le i$ with $x_a + x_b + x_i \equiv 0 \pmod{13}$? For long texts one layer of ordinary attention needs to be very wide for that (Sanford et al., arXiv 2306.02896). Our texts have 12 numbers. Two decoders of one layer are trained on it. One head of tensor attention has as many parameters as one and a half ordinary heads of the same width.
 
@@ -304,7 +304,7 @@ def share_right(model):
 
 # %%
 def learn(build, steps=300, **shape):
-    """Train a decoder; return it, and the share of right answers in texts that it never saw."""
+    """Train a decoder; return it, and the shares of right answers in other texts, by step."""
     torch.manual_seed(0)
     model = build(Config(p + 3, max_len=T + 1, n_layers=1, d_model=64, d_ff=64, **shape))
     for weight in model.parameters():

@@ -7,7 +7,7 @@
 #
 # KVReviver divides a head's budget into three parts. *Recent* holds the newest tokens. *Candidate* holds the tokens with the most attention so far. The sketch, which the paper calls *Vague*, holds all others. Its share is a tenth of the budget.
 #
-# The code: `methods/kv_reviver.py` has the sketch, the store that reads it, and the method. [CLAIMS.md](../CLAIMS.md) checks the paper's claims R1 to R15, most of which this lesson leaves out. All numbers are of the decoder *built*, unless another is named.
+# The code: `methods/kv_reviver.py` has the sketch, the store that reads it, and the method. [CLAIMS.md](../CLAIMS.md) checks claims R1 to R15 (R7 is ours); most of them this lesson leaves out. All numbers are of the decoder *built*, unless another is named.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -186,7 +186,7 @@ axes[0].legend(fontsize=8);
 #
 # $$\frac aN = 1 + \frac{(1-B)\,n}{N} \;\ge\; 1 + \frac{1-B}{B} = \frac1B.$$
 #
-# With a quarter of the entries a slot holds at least 4 tokens, and 31 if the sketch gets a tenth of the budget, as in the paper. These are the vertical lines. At both lines the sums are far worse than the mean, and the shrunk reading is better than the mean by a fifth at most. **No split of the budget makes the printed sums tell more than the mean of all tokens** (claim R4).
+# With a quarter of the entries a slot holds at least 4 tokens, and 31 if the sketch gets a tenth of the budget, as in the paper. These are the vertical lines. At both lines the sums are far worse than the mean, and the shrunk reading is better than the mean by a fifth at most. **With a quarter of the entries, no split of the budget makes the printed sums tell more than the mean of all tokens** (claim R4 measures three splits).
 #
 # ## What helps instead
 #
@@ -228,15 +228,15 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 # %% [markdown]
 # With a quarter of the entries, the three KVReviver rows find at most 3 % of the needles on any decoder. Two other ways answer the questions:
 #
-# - **Few bits for every token.** On the small decoders `full@2` (KIVI) finds nearly all needles. It takes two fifths more bytes here, because the 64 tokens after the compression stay exact. SmolLM2 needs more: it finds 0.12 of the needles with two bits, 0.66 with three, and 0.81 with four, as many as the full cache.
+# - **Few bits for every token.** On the small decoders `full@2` (KIVI) finds nearly all needles. It takes two fifths more bytes than KVReviver here, because the 64 tokens after the compression stay exact. SmolLM2 needs more: it finds 0.12 of the needles with two bits, 0.66 with three, and 0.81 with four, as many as the full cache.
 # - **A better choice.** KVzip rereads the prompt to find out which entries matter. With a quarter of the entries it finds all needles on the small decoders, and 0.75 on SmolLM2. With 4 bits on top (`kvzip@4`) it takes fewer bytes on the small decoders than KVReviver, and nearly twice as many on SmolLM2. Notebook 10 is about KVzip.
 #
-# The paper's models have 7 billion parameters. On SmolLM2, with 135 million, the printed sums harm more than on *built*: the KL is 7.0 nats after a text of 192 tokens, there 4.9 after one of 448. The number of tokens per slot does not depend on the model.
+# The paper's models have 7 billion parameters. On SmolLM2, with 135 million, the printed sums harm more than on *built*: the KL is 7.0 nats after a text of 192 tokens, there 4.9 after one of 448. By the formula above, the number of tokens per slot does not depend on the model.
 #
 # ## Three things to remember
 #
 # 1. **Eviction forgets.** With a quarter of the entries and a later question, SnapKV loses all needles and pairs on SmolLM2, and half of the labels.
-# 2. **A sketch stores sums.** Beyond about one token per slot the printed readings are worse than the mean of all tokens. At a keep ratio of 25 % a slot holds at least 4 tokens.
+# 2. **A sketch stores sums.** On *built*, beyond about one token per slot the printed readings are worse than the mean of all tokens. At a keep ratio of 25 % a slot holds at least 4 tokens.
 # 3. **Bytes buy more elsewhere:** few bits for every token, or entries that are chosen better.
 #
 # ## Exercises
