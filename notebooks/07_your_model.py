@@ -195,7 +195,7 @@ for name, variant in METHODS.items():
 #
 # One page proves nothing. `build` makes documents for two tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. The benchmark also compresses plain text, and measures how far the following predictions move from the full cache's: the KL, in nats a token.
 #
-# The model reads each document once. Its queries, keys and values are recorded, and `run` feeds the recording to each method. (A method that changes entries while it reads cannot take the recording; the model reads the documents again for it.) `maker` turns a method's class and a keep ratio into a function that makes the caches of a prompt.
+# The model reads each document once. Its queries, keys and values are recorded, and `run` feeds the recording to each method. (A method that evicts or changes entries while it reads, such as Scissorhands, cannot take the recording: for it the model reads the documents again.) `maker` turns a method's class and a keep ratio into a function that makes the caches of a prompt.
 #
 # 4 documents a task separate only methods that differ much. The standard error is printed.
 
@@ -271,7 +271,7 @@ compare(f"--questions {folder}/shop.jsonl --figure {folder}/shop.png --model {MO
 # 2. **Teach.** `python -m nanollm --model FOLDER --questions lab/natural_judge.jsonl --methods kvzip question_gates --calibration GATES` writes the gates into the folder GATES, and measures them. `--device cuda:0` computes on a GPU.
 # 3. **Teach your kind.** `python -m nanollm teach --model FOLDER --questions YOURS.jsonl --start GATES --calibration MINE` goes on with your questions.
 #
-# The recipe reads 201 contexts, 92,000 tokens, and takes 450 steps, each a forward and a backward pass over a few questions. SmolLM2 needs ten minutes for it on two cores; another model takes roughly in proportion to its weights. Until the end, queries, keys and values of the contexts wait in CPU memory, two bytes a number: at most 5 GiB for SmolLM2's 30 layers of 15 heads of 64 numbers, and at the start of the training three quarters more. The model's weights stay as they are, and get no gradients.
+# The recipe reads 201 contexts, 92,000 tokens of SmolLM2's, and takes 450 steps, each a forward and a backward pass over a few questions. SmolLM2 needs ten minutes for it on two cores; another model takes roughly in proportion to its weights. Until the end, queries, keys and values of the contexts wait in CPU memory, two bytes a number: at most 5 GiB for SmolLM2's 30 layers of 15 heads of 64 numbers, and at the start of the training three quarters more. The model's weights stay as they are, and get no gradients.
 #
 # ## When the comparison means nothing
 #

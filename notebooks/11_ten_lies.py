@@ -139,7 +139,7 @@ print(f"4 bits a number, of 32: {4 / 32:.1%}    of 16: {4 / 16:.1%}")
 print(f"all that is held, of 32: {in_16 / full:.1%}    of 16: {in_16 / full_16:.1%}")
 
 # %% [markdown]
-# One cache, four shares. The last one is honest. Earlier tables of this repository divided by a cache in 32 bits; now its shares of bytes are of one in 16.
+# One cache, four shares. The last one is honest. Earlier tables of this repository divided by 32 bits; today's shares of bytes divide by 16.
 #
 # **Check:** look for the type of the full cache, and add up every tensor that decoding needs.
 
