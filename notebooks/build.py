@@ -40,7 +40,7 @@ def build(source: Path):
 
 
 def smaller(png: str) -> str:
-    """The picture (base64) in 256 colours, a third of the bytes. The commonest stay as they are, so that every area keeps
+    """The picture (base64) in 256 colours, in fewer bytes. The commonest stay as they are, so that every area keeps
     its colour; the others, on the edges of letters and lines, take the nearest of them."""
     picture, out = np.asarray(Image.open(BytesIO(base64.b64decode(png))).convert("RGB"), dtype=int), BytesIO()
     colours, place, pixels = np.unique(picture @ [1 << 16, 1 << 8, 1], return_inverse=True, return_counts=True)
