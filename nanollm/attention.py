@@ -30,7 +30,7 @@ class Sliding(NamedTuple):
     in_chunks: bool = False
 
     def first(self, pos: Tensor | int) -> Tensor | int:
-        """Return the first position that the queries at pos see; if below 0, they see all before."""
+        """Return the first position that the queries at pos see, or one below 0 if they see all."""
         if self.in_chunks:
             return pos - pos % self.size
         return pos - self.size + 1

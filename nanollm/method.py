@@ -11,8 +11,8 @@ one method and a store for each layer; the decoder calls `store.attend(q, k, v, 
         method.observe   look at the probabilities
         store.evict      after the prompt
 
-A subclass may override these names; no method here overrides more than five. Code asks whether one
-does only in `appends` below and for `calibrate`:
+A subclass may override these names; no method here overrides more than five. Whether it does, only
+`appends` below asks, and lab/methods_by_name.py for `calibrate`:
 
     Method.watch       how many of the latest queries' probabilities `observe` receives
     Method.entry       numbers stored with each entry

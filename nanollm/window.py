@@ -119,7 +119,7 @@ class Selection:
         """Raise ValueError if the selection does not suit a method's options."""
 
     def __call__(self, window: Window, scores: Tensor, budget: int | Tensor) -> Tensor:
-        """Return a mask (B, H, n) of the entries that stay, `budget` per head.
+        """Return a mask (B, H, n) of the entries that stay, at most `budget` per head.
 
         budget is a number or (B, H); scores are the window scores (B, H, G, n).
         """
