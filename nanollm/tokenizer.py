@@ -55,8 +55,8 @@ class Foreign:
     puts before a text, or None. chat: a function from messages to the text of a chat. special: the
     ids of special tokens, which are no part of an answer.
 
-    A piece of text is encoded as if a line break stood before it, because some tokenizers add a space at
-    the start of a text.
+    A piece of text is encoded as if a line break stood before it, because some tokenizers add a
+    space at the start of a text.
     """
 
     def __init__(
