@@ -85,7 +85,7 @@ def attention(
     """Return attention's output (B, T, H·G, D) for new tokens, from the layer's caches.
 
     q (B, H·G, T, D), k and v (B, H, T, D). The caches are those of the memory in use. In a call
-    without a memory this is PyTorch's attention over the whole text.
+    without a memory this is PyTorch's attention, as transformers calls it.
     """
     memory = in_use.memory if hasattr(module, "attachment") else None
     if memory is None:
@@ -294,8 +294,8 @@ def find_memory(call: dict) -> Memory | None:
 def generate(model, *args, **kwargs):
     """Call the model's own `generate`.
 
-    A memory with a method must have compressed its prompt. Every call of the decoder must use the
-    memory.
+    A memory must have compressed its prompt, but for full attention. Every call of the decoder must
+    use the memory.
     """
     memory = find_memory(kwargs)
     if memory is not None:

@@ -234,7 +234,7 @@ class Memory(Cache):
     def check_prompt(self, ids: Tensor | None):
         """Raise ValueError unless `generate` may go on from this memory with the prompt ids.
 
-        A method must have compressed, and the prompt must begin with what the memory has read.
+        It must be compressed (but for full attention), and the prompt begin with what it has read.
         """
         seen = self.seen
         first = full_layers(self.caches)[0]

@@ -1,4 +1,4 @@
-"""The store of a layer that sees the last tokens alone: it keeps those, and no method evicts.
+"""The store of a layer that sees the last tokens alone: it keeps those, and no method evicts them.
 
 Gemma 3, Olmo 3 and others have such layers between layers that see everything. What a layer cannot
 see need not be stored, so a method compresses the other layers. KVzip's code does the same, and

@@ -48,7 +48,7 @@ def load(file: str | Path) -> tiktoken.Encoding:
 
 
 class Foreign:
-    """A tokenizer of another model, with what is used here of tiktoken.Encoding.
+    """A tokenizer of another model, with the part of tiktoken.Encoding's interface in use here.
 
     raw: a function from texts to their ids, in which the names of special tokens count as these.
     decode: from ids to text. n_vocab: how many ids. bos: the token that the model's own tokenizer

@@ -23,7 +23,8 @@ from nanollm.slots import Slots
 class WindowMethod(Method):
     """Remembers the prompt's last queries for `compress`, which subclasses define."""
 
-    budget: int  # entries that each key/value head may keep, window included
+    # entries that a key/value head may keep, window included; a mean in PyramidKV and AdaKV
+    budget: int
     window_size: int = 32  # queries of the observation window, w
     # width of the max-pool over neighbouring tokens; 1 turns it off
     kernel_size: int = 7
@@ -89,7 +90,7 @@ class Window:
 
     @property
     def room(self) -> int:
-        """Return how many entries before the window a head may keep."""
+        """Return the budget less the window: entries before it a head may keep, or the mean."""
         return self.method.budget - self.w
 
     def scores(self) -> Tensor:
