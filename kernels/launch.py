@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-# Triton reads TRITON_INTERPRET only once, at its first import
+# Triton reads TRITON_INTERPRET when a function is wrapped; its own are, at its first import
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
