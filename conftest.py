@@ -21,7 +21,7 @@ pytest_plugins = ["claims_plugin"]  # CLAIMS.md from what the tests record
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Return how many processes run the tests: one for each core if all run, else 0 (this one)."""
+    """Return how many processes run the tests: one a core, up to 4; 0 (this one) if not all run."""
     from claims_plugin import is_whole
 
     return min(os.cpu_count(), 4) if is_whole(config) else 0
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def typed():
-    """Return typed("python", "-m", MODULE, ...): it runs in a process with only PATH and HOME."""
+    """Return typed("python", "-m", MODULE, ...): it runs with no variables but PATH and HOME."""
     from forks import Forks
 
     with Forks() as forks:
@@ -65,7 +65,7 @@ def typed():
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Fill with NaN every tensor that is allocated without being filled."""
+    """Fill with NaN the floats of every tensor that `new_empty` or `empty_like` allocates."""
 
     def full_of_nan(make):
         def filled(*args, **options):

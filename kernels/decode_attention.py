@@ -50,7 +50,7 @@ class Segment(NamedTuple):
         not allow a flat view.
         """
         B, H, S, D = k.shape
-        # rows between the first slots of two heads: S, or more in a longer buffer
+        # rows from one head's first slot to the next head's: S, or more in a longer buffer
         apart = k.stride(1) // D
         flat = (H * apart * D, apart * D, D, 1)
         if k.stride() != v.stride() or k.stride() != flat:

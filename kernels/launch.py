@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-# Triton reads TRITON_INTERPRET only once, at its first import
+# Triton reads TRITON_INTERPRET when a function is wrapped; its own are, at its first import
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -51,8 +51,9 @@ def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, in
     """Divide n slots of each head among programs.
 
     Return the slots per program and the programs per head. Each program gets whole blocks. With
-    enough slots, each SM gets two programs. A program has at most 4096 slots: otherwise a few long
-    programs would still run after all others have finished.
+    enough slots, each SM gets about two programs, but a head at most 64 for this. A program has at
+    most 4096 slots, so long heads get more: otherwise a few long programs would still run after all
+    others have finished.
     """
     sms = 4  # the interpreter, as if it were a small GPU
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""A tiny GPT/Llama decoder with an explicit KV cache."""
+"""A GPT-2/Llama decoder with an explicit KV cache, and two small trained ones."""
 
 from pathlib import Path
 

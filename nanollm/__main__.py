@@ -18,7 +18,7 @@ def main(argv: list[str]):
         command_line.fail(f"unknown command {name!r}; known are {', '.join(COMMANDS)}")
     module = "lab.claims.claims_command" if name == "claims" else f"lab.{name}"
     try:
-        run = import_module(module).main  # its own imports alone: --help is quick
+        run = import_module(module).main  # no other command's imports
     except ModuleNotFoundError as error:
         # a student's copy of the course lacks most commands
         if not error.name.startswith("lab."):

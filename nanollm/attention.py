@@ -1,13 +1,14 @@
 """Softmax attention over a cache's slots.
 
-Queries that no method observes use PyTorch's fused attention. For observed queries the attention
-probabilities are computed explicitly.
+Queries that no method observes use PyTorch's fused attention here. For observed queries the
+attention probabilities are computed explicitly.
 
 A mask says which slots a query sees. It is one of
 
     None        every query sees every slot
     "causal"    T queries and T slots in order: each query sees the slots up to its own
-    a tensor    (B, H or 1, T, S), from `visible`: true where it sees the slot, or a number to add
+    a tensor    (B or 1, H or 1, T, S), from `visible`: true where it sees the slot, or numbers to
+                add
 """
 
 from contextlib import nullcontext
@@ -29,14 +30,14 @@ class Sliding(NamedTuple):
     in_chunks: bool = False
 
     def first(self, pos: Tensor | int) -> Tensor | int:
-        """Return the first position that the queries at pos see."""
+        """Return the first position that the queries at pos see, or one below 0 if they see all."""
         if self.in_chunks:
             return pos - pos % self.size
         return pos - self.size + 1
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in at least 32 bits: in 16, scores may overflow, and sums and orders lose digits."""
+    """Return x in at least 32 bits: in 16, scores may overflow or tie, and sums lose digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -84,7 +85,7 @@ def last_rows(
     S: int,
     device: torch.device,
 ) -> Tensor | None:
-    """Return the mask (B, H or 1, w, S) of the last w queries over S slots."""
+    """Return the mask of the last w queries over S slots: a tensor, or None if it was None."""
     if mask is None:
         return None
     if isinstance(mask, str):  # w = 2, S = 4: rows 1 1 1 0 and 1 1 1 1
@@ -99,7 +100,7 @@ def fused(
     v: Tensor,
     mask: Mask,
 ) -> Tensor:
-    """Return attention's output (B, H·G, T, D) without storing the probabilities."""
+    """Return attention's output (B, H·G, T, D) by PyTorch's function, without probabilities."""
     B, heads, T, D = q.shape
     H = k.shape[1]
     if T == 1:
@@ -132,7 +133,7 @@ def visible(
     pos: Tensor,
     sliding: Sliding | None = None,
 ) -> Tensor:
-    """Return a mask (B, H, T, S) of the slots that each query sees.
+    """Return a mask (B or 1, H or 1, T, S) of the slots that each query sees.
 
     Slots have positions slot_pos (B, H or 1, S), queries have positions pos (B or 1, T). Without a
     bias (B, H, S) the mask is boolean. With a bias it holds the slot's bias, and −∞ where the slot

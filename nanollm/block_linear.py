@@ -1,8 +1,8 @@
-"""Linear layers that read a GGUF file's blocks as they are: 4 bits a weight.
+"""Linear layers that multiply by the 4-bit numbers of a GGUF file's blocks.
 
-Decoding reads every weight once a token, so its time is the weights' bytes. A prompt uses each
-weight for all its tokens, so its time is multiplications. `BlockLinear` therefore has each weight
-twice: in 4 bits for few rows, and as a plain tensor for more.
+Decoding a short text mostly waits for the weights' bytes, which it reads once a token. A prompt
+uses each weight for all its tokens, and mostly waits for multiplications. `BlockLinear` therefore
+has each weight twice: in 4 bits for few rows, and as a plain tensor for more.
 
 A block of 32 weights is scale · (q − 8) + zero, with q from 0 to 15. llama.cpp's Q4_0 and Q4_1 are
 of this form, and PyTorch has a product for it. Scale, zero and the input are rounded to bfloat16.
@@ -17,12 +17,12 @@ BLOCK = 32  # weights
 BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # of a block
 pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
 product = torch.ops.aten._weight_int4pack_mm_for_cpu
-FEW = 16  # rows; for more, the other product is faster
+FEW = 16  # rows; for more, the other product was faster on a CPU with AVX512
 ROWS = 4096  # packed at once; meanwhile they have 32 bits
 
 
 def fast_in_bfloat16() -> bool:
-    """Return whether this processor multiplies in bfloat16, and so faster than in 32 bits."""
+    """Return whether this processor has instructions that multiply in bfloat16."""
     avx = torch.cpu._is_avx512_bf16_supported()
     return avx or torch.cpu._is_amx_tile_supported()
 
@@ -35,8 +35,9 @@ def fast_kinds() -> list[str]:
 def blocks(data: np.ndarray, kind: str) -> tuple[Tensor, Tensor]:
     """Return the numbers of a tensor's bytes in GGUF (rows, bytes), of a kind in BYTES.
 
-    q (rows, n) uint8 from 0 to 15; scale and zero of each block, (rows, n / 32, 2). Q8_0 becomes a
-    tensor twice as wide, (rows, 2n), and each block of an input comes twice, one after the other.
+    q (rows, n) uint8 from 0 to 15; scale and zero of each block, (rows, n / 32, 2). Of Q8_0 both
+    have twice as many columns, so the layer's input must have each block twice, one after the
+    other.
     """
     x = torch.tensor(data)
     x = x.view(len(data), -1, BYTES[kind])
@@ -79,7 +80,7 @@ def eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def floats(x: Tensor) -> Tensor:
-    """Return the numbers of 16 bits that bytes hold, in 32."""
+    """Return the 16-bit floating-point numbers that bytes x hold, as 32-bit ones."""
     x = x.contiguous()
     return x.view(torch.float16).float()
 
@@ -87,7 +88,8 @@ def floats(x: Tensor) -> Tensor:
 class BlockLinear(nn.Module):
     """A linear layer that multiplies few rows by `packed`, in 4 bits, and more by its weight.
 
-    data: the weight's bytes in GGUF (rows, bytes), of a kind in BYTES.
+    Rows that need a gradient are multiplied by the weight, too. data: the weight's bytes in GGUF
+    (rows, bytes), of a kind in BYTES.
     """
 
     def __init__(self, linear: nn.Linear, data: np.ndarray, kind: str):
@@ -117,7 +119,7 @@ class BlockLinear(nn.Module):
         rows = x.reshape(-1, d)
         if len(rows) > FEW or x.requires_grad:
             return F.linear(x, self.weight, self.bias)
-        # with 32 bits PyTorch's product is 50 times slower
+        # with 32 bits PyTorch's product took 13 to 60 times as long on one CPU
         rows = rows.to(torch.bfloat16)
         if self.twice:  # each block, one after the other
             rows = rows.unflatten(1, (-1, 1, BLOCK))

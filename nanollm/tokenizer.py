@@ -1,6 +1,6 @@
 """Our tokenizer, a `tiktoken.Encoding`, and the tokenizers of other models.
 
-Ours is byte-level BPE (arXiv 1508.07909). In nanollm/tiny/tokenizer.tiktoken, tokens 0 to 255 are
+Ours is BPE (arXiv 1508.07909) over bytes. In nanollm/tiny/tokenizer.tiktoken, tokens 0 to 255 are
 the bytes, and 256 to 355 the two-digit numbers. Each of the others joins two tokens: the most
 frequent neighbours in the training text (lab/corpus.py).
 """
@@ -48,15 +48,15 @@ def load(file: str | Path) -> tiktoken.Encoding:
 
 
 class Foreign:
-    """A tokenizer of another model, with the interface of tiktoken.Encoding.
+    """A tokenizer of another model, with the part of tiktoken.Encoding's interface in use here.
 
     raw: a function from texts to their ids, in which the names of special tokens count as these.
-    decode: from ids to text. n_vocab: ids. bos: the token that the model's own tokenizer puts
-    before a text, or None. chat: a function from messages to the text of a chat. special: the ids
-    of special tokens, which are no part of an answer.
+    decode: from ids to text. n_vocab: how many ids. bos: the token that the model's own tokenizer
+    puts before a text, or None. chat: a function from messages to the text of a chat. special: the
+    ids of special tokens, which are no part of an answer.
 
-    A piece of text is encoded as if a line stood before it, because some tokenizers add a space at
-    the start of a text.
+    A piece of text is encoded as if a line break stood before it, because some tokenizers add a
+    space at the start of a text.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Foreign:
         self.bos = bos
         self.chat = chat
         self.special = {*special}
-        self.line = self.raw(["\n"])[0]  # put before each piece, and cut off its tokens
+        self.line = self.raw(["\n"])[0]  # put before each piece; its tokens are cut off
 
     def turn(self) -> tuple[list[int], list[int]]:
         """Return the chat template's tokens before a user's words, and those after them.
@@ -132,7 +132,7 @@ def check_vocabulary(encoding, vocab_size: int):
     """Raise ValueError unless the tokenizer suits a model with vocab_size token ids.
 
     A tiktoken encoding must have exactly vocab_size ids. With fewer, the file was cut off, and BOS
-    would get another id. A Hugging Face tokenizer may have fewer ids, because such models pad their
+    would get another id. A Hugging Face tokenizer may have fewer ids, because some models pad their
     vocabulary.
     """
     ids = encoding.n_vocab

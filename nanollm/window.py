@@ -23,7 +23,8 @@ from nanollm.slots import Slots
 class WindowMethod(Method):
     """Remembers the prompt's last queries for `compress`, which subclasses define."""
 
-    budget: int  # entries that each key/value head may keep, window included
+    # entries that a key/value head may keep, window included; a mean in PyramidKV and AdaKV
+    budget: int
     window_size: int = 32  # queries of the observation window, w
     # width of the max-pool over neighbouring tokens; 1 turns it off
     kernel_size: int = 7
@@ -89,7 +90,7 @@ class Window:
 
     @property
     def room(self) -> int:
-        """Return how many entries before the window a head may keep."""
+        """Return the budget less the window: entries before it a head may keep, or the mean."""
         return self.method.budget - self.w
 
     def scores(self) -> Tensor:
@@ -119,7 +120,7 @@ class Selection:
         """Raise ValueError if the selection does not suit a method's options."""
 
     def __call__(self, window: Window, scores: Tensor, budget: int | Tensor) -> Tensor:
-        """Return a mask (B, H, n) of the entries that stay, `budget` per head.
+        """Return a mask (B, H, n) of the entries that stay, at most `budget` per head.
 
         budget is a number or (B, H); scores are the window scores (B, H, G, n).
         """

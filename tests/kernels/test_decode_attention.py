@@ -21,7 +21,8 @@ F32 = torch.float32
 # B, H, G, D; slots of the B·H heads; of a second segment; whether there is a bias
 CASES = [
     ((1, 1, 1, 16), [1], [], False),
-    ((1, 1, 4, 128), [700], [], True),  # one head alone: 44 tiles in eight parts
+    # one head alone: 44 tiles, on a CPU in eight parts
+    ((1, 1, 4, 128), [700], [], True),
     ((2, 2, 2, 64), [0, 1, 33, 32], [], False),
     # a head dim and a group that are no powers of 2
     ((3, 1, 3, 40), [5, 0, 33], [2, 2, 2], True),
@@ -68,7 +69,7 @@ def test_the_kernels_are_the_loop(poisoned, case, dtype):
 
 
 def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program():
-    """Eight programs at a time are wanted on a CPU."""
+    """On a CPU eight programs are wanted, of all heads together."""
     cpu = torch.device("cpu")
     for n, heads, parts in (
         (0, 1, 1),
@@ -85,14 +86,14 @@ def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program():
 
 
 def test_slots_with_a_bias_of_minus_infinity_are_hidden(poisoned):
-    """The first tile of one head, and all slots of another, which gives 0 as if it had none."""
+    """Of one head the first tile is hidden; another is hidden whole, and gives 0."""
     s = segment([40, 20, 5], 16, F32, 6, bias=True)
     q = queries(1, 3, 2, 16, seed=8)
     one, two, three = s.start.tolist()
     hidden = [three + 4, *range(one, one + 17), *range(two, two + 20)]
     s.bias[hidden] = -math.inf
     expected, (weight,) = attended(q, [s])  # NaN in the head that sees nothing
-    for block in (16, 64):  # in a part of its own, or in one with others
+    for block in (16, 64):  # hidden slots fill a tile, or share one with others
         y, (sums,) = decode_attention(q, [s], sums=True, block=block)
         assert same(y, expected.nan_to_num(0), **TOLERANCE[F32])
         assert not y[0, 1].any()

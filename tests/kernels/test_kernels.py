@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class BiasedSlots(PackedSlots):
-    """Slots with a bias of each key's first number."""
+    """Slots whose bias is each key's first number."""
 
     def read(self):
         return self.k, self.v, self.pos, self.k[..., 0].float()

@@ -18,7 +18,7 @@ from nanollm import window
         ((1, 1, 1, 1, 2, 16), 16, 2),
         ((2, 2, 2, 5, 37, 40), 16, 2),
         ((1, 2, 3, 7, 7, 16), 16, 2),
-        # scores that overflow
+        # scores whose exp would overflow
         ((1, 1, 2, 4, 100, 16), 16, 100),
         # heads of a group in two tiles, and a tile for each
         ((1, 1, 3, 50, 113, 16), 64, 2),

@@ -28,7 +28,7 @@ def quantised(kind, rows=160, d=96) -> tuple[np.ndarray, torch.Tensor]:
 
 @fixture
 def processor(monkeypatch):
-    """Return processor(capability, bfloat16): what this machine's has from now on."""
+    """Return processor(capability, bfloat16): it sets what this machine's processor can do."""
 
     def has(capability, bfloat16=False):
         patch = monkeypatch.setattr

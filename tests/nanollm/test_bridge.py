@@ -105,7 +105,7 @@ def test_a_full_memory_changes_no_logit_and_no_token(family):
 
 @fixture(scope="module")
 def both():
-    """The shipped decoder, ours and transformers', and its tokenizer."""
+    """The decoder *built*, as ours and as transformers', and its tokenizer."""
     theirs = hf.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     return checkpoint.from_hf(TINY), Bridged(theirs), ENCODING
 
@@ -123,7 +123,7 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
         results.append(model(tokens[:, -1:], caches))
         kept.append(caches)
     expected, logits = results
-    # between two codes, the last digit decides
+    # a number halfway between two codes may get either
     same(logits, expected, 1e-3 if "@" in name else 1e-4)
     for a, b in zip(*kept):
         assert a.bytes() == b.bytes()
@@ -329,9 +329,9 @@ def test_a_memory_is_read_by_its_own_model_while_that_is_attached(model):
     refused("another model", other, NEW, past_key_values=memory)
     detach(model)
     refused("was detached", read, memory, NEW)
-    # as torch.compile wraps it: the model itself
+    # wrapped as by torch.compile; `attach` takes the model itself
     attach(SimpleNamespace(_orig_mod=model))
-    # whose config is the same object, and so names our attention
+    # a model whose config is the same object, and so names our attention
     twin = type(model)(model.config).eval()
     twin.load_state_dict(model.state_dict())
     of_twin = attach(twin)

@@ -1,4 +1,4 @@
-"""What a user or an author of a method gets wrong is one line, before anything is written."""
+"""What a user or an author of a method gets wrong is refused before anything is written."""
 
 from dataclasses import fields
 from typing import get_type_hints
@@ -22,7 +22,7 @@ def model():
 
 
 def new_caches(model, name, **changed):
-    """Return caches with options that the method takes. NumPy's whole numbers are some."""
+    """Return caches with options that the method takes; NumPy's whole numbers count as such."""
     small = dict(budget=np.int64(24), window_size=4)
     return caches_of(model, VARIANTS[name], **small | changed)
 

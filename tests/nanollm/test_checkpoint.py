@@ -158,7 +158,7 @@ SCALING = {key: x for key, x in LLAMA3.items() if not key.startswith("rope")}
 THETA_APART = dict(rope_parameters=DROP, rope_theta=LLAMA3["rope_theta"])
 OLD_SCALING = dict(rope_scaling=SCALING | dict(rope_type="llama3"))
 OLDER_SCALING = dict(rope_scaling=SCALING | dict(type="llama3"))
-# what Llama 2's first config.json did not have
+# entries that an older config.json may lack
 LATER = (
     "head_dim num_key_value_heads attention_bias mlp_bias "
     "rope_parameters tie_word_embeddings hidden_act"

@@ -35,7 +35,7 @@ def folder(folders):
 
 @mark.parametrize("task", ["needle", "pairs", "few_shot", "copy"])
 def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
-    """One answer that the facts determine, and as many tokens as were asked for."""
+    """Each has one answer, in needle and pairs as a fact says, and as many tokens as asked for."""
     encoding, batch = tasks.encoding, tasks.batch(task, 0, 4, 400)
     assert batch.tokens.shape == (4, 400)
     first = {encoding.decode([token]) for token in batch.tokens[:, 0].tolist()}

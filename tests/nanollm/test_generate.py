@@ -126,7 +126,7 @@ def test_samples_follow_the_distribution(temperature, top_k):
         count = column.bincount(minlength=8)
         assert (count > 0).tolist() == (p > 0).tolist()
         chi2 = ((count - n * p) ** 2 / (n * p))[p > 0].sum().item()
-        # 7 degrees of freedom or fewer: 26 is exceeded once in 2000 seeds
+        # with 7 degrees of freedom 26 is exceeded once in 2000 seeds, with fewer less often
         assert chi2 < 26
 
 

@@ -10,7 +10,7 @@ from stores import SLOT, fill, positions
 
 
 class Marked(Scored):
-    """Each entry remembers how many queries came since it did, and its position + 0.5."""
+    """Each entry stores how many queries came with it and since, and its position + 0.5, twice."""
 
     entry = {"age": torch.int32, "mark": (torch.float64, 2)}
 

@@ -11,7 +11,7 @@ from nanollm.packed import keep_highest
 from stores import SLOT, draw, fill, positions
 from windows import uneven
 
-TABLE = 4 * 8  # how many slots each of four heads has
+TABLE = 4 * 8  # bytes that say how many slots each of four heads has
 # slots that heads keep; −1: no slot. Head 3 keeps nothing
 KEPT = torch.tensor([[[1, 4, 8], [-1, -1, 2]], [[-1, 5, 6], [-1, -1, -1]]])
 
@@ -91,7 +91,7 @@ def test_keep_takes_from_packed_and_later_slots():
 def test_the_highest_scores_of_all_heads_and_layers_stay_and_no_empty_slot(
     budget, expected
 ):
-    """Of equal scores, here 0, the newest entry of the last head of the last layer stays."""
+    """Of equal scores, here 0, the newest of the last head of the last layer stays first."""
     held = [[[2, 4, 6], [5, 7, 8]], [[1, 4, 8], [2]]]
     # there is no entry where the score is 9
     scores = [[[4, 0, 0], [0, 0, 5]], [[1, 3, 3], [0, 9, 9]]]

@@ -31,7 +31,7 @@ class Watching(Method):
 
 @pytest.mark.parametrize("decoding", [False, True])
 def test_a_long_prompt_is_watched_in_tiles_and_a_long_question_whole(decoding):
-    """The question may evict once."""
+    """A question's tokens come in one piece, after which the method may evict."""
     layer = alone(Watching())
     if decoding:
         evict_while_reading([layer])
