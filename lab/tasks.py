@@ -136,7 +136,7 @@ class Tasks:
         return kinds
 
     def alike_lines(self):
-        """Return the lines of one length, so that documents align; all if no length is in each kind."""
+        """Return lines of one length, so that documents align; all if no length is in each kind."""
         lines_of = [Counter(map(len, kind)) for kind in self.lines]
         least = lambda length: min(count[length] for count in lines_of)
         chosen = max(range(4, 13), key=least)
@@ -302,7 +302,7 @@ class Tasks:
         return self.assemble(rng, T, block, [asked], depths=[1.0] * shots)
 
     def copy(self, rng, T: int, length: int = 32, start: int = 8, answer: int = 16):
-        """Make a document with a passage in it; the question is its start, the answer what follows."""
+        """Make a document with a passage in it; quote its start, and ask for what follows."""
         whole("length", length, 2)
         whole("start", start, 1, length - 1)
         whole("answer", answer, 1, length - start)

@@ -34,7 +34,7 @@ METHODS["SnapKV+critical, stage 2 pooled"] = SnapKV, POOLED
 
 @torch.no_grad()
 def long_answer(model, texts: Tensor, keep: float, *selections) -> Tensor:
-    """Return the KL of short prompts and long answers, (selections, texts).
+    """Return the KL of long answers to short prompts, (selections, texts).
 
     As in Table 7, a sixteenth of each text (B, T) is the prompt, and the rest is the answer.
     Whenever the cache holds half of the text, the share `keep` of that stays; in between the cache
