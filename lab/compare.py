@@ -241,7 +241,7 @@ def checked_questions(args: argparse.Namespace) -> argparse.Namespace:
     for name in "lengths", "documents", "text", "seed":
         if getattr(args, name):
             raise ValueError(
-                f"--{name} is of the tasks that are made here; --questions has its own"
+                f"--{name} is of the tasks that are made here; leave it out with --questions"
             )
     args.keep = [*dict.fromkeys(args.keep or [25])]
     args.settings = [*dict.fromkeys(args.settings or ["agnostic"])]

@@ -55,7 +55,7 @@ def documents() -> list[str]:
 
 
 def sources(folder: Path) -> list[Path]:
-    """Return the Python files below a folder; LEFT_OUT is skipped, for it would take seconds."""
+    """Return the Python files below a folder, without those of LEFT_OUT, which take seconds."""
     files = []
     for parent, folders, names in os.walk(folder):
         folders[:] = {*folders} - LEFT_OUT

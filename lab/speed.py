@@ -202,7 +202,7 @@ def weight_bytes(model) -> int:
 
 def bandwidth() -> float:
     """Return how many bytes this machine reads from memory in a millisecond."""
-    numbers = torch.ones(2**26)  # 256 MiB, more than a processor's cache
+    numbers = torch.ones(2**26)  # 256 MiB, more than most processors' caches
     return numbers.nbytes / fastest(numbers.sum, 8)
 
 
