@@ -1,1 +1,1 @@
-"""All that measures, and the commands. stored/ has the measured rows."""
+"""Measurements, and the commands of python -m nanollm; stored/ has the measured rows."""

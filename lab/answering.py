@@ -1,8 +1,9 @@
 """Answer the questions of one context from every method's compressed cache.
 
-The context is read once and recorded. Each method's cache gets the recording and is compressed.
-Then the decoder reads each question once for all caches, which have seen the same tokens: a batch
-has a row for each cache, and in attention each row meets its own. There are two settings.
+The context is read once and recorded. Each method's cache gets the recording, or reads the context
+itself if it cannot replay, and is compressed. Then the decoder reads each question for up to 64
+caches at once: a batch has a row for each, and in attention each row meets its own cache. There are
+two settings.
 `agnostic`: the context is compressed, and the question comes later. `aware`: context and question
 are compressed.
 """
@@ -50,7 +51,7 @@ class Compressed(NamedTuple):
     job: Job
     caches: list[Slots]
     kib: float  # with 16-bit numbers
-    prompt: int  # its tokens
+    prompt: int  # how many tokens it has
 
 
 @torch.no_grad()
@@ -59,8 +60,8 @@ def answered(
 ) -> list[dict]:
     """Return a record of each question, setting and job. The questions have one context.
 
-    jobs: by setting. A record's `context` is the line of its first question. Of a method that fails
-    there is a record with the `error` in its place.
+    jobs: by setting. A record's `context` is the line of questions[0]. A compression that fails
+    gives one record, with the `error`.
     """
     device = model.embed.weight.device
     context = encoder.context(questions[0].context).to(device)
@@ -93,7 +94,7 @@ def compressed(
     jobs: list[Job],
     records: list[dict],
 ) -> list[Compressed]:
-    """Return all jobs' caches of a prompt (1, T). Note in `records` which methods fail."""
+    """Return the jobs' caches of a prompt (1, T). Note in `records` which methods fail."""
     T = prompt.shape[1]
     scores = {}  # by method
     found = []
@@ -222,7 +223,7 @@ def decoded(
 ) -> list[str]:
     """Return each cache's reply, which begins with a token of `first`, by greedy decoding.
 
-    A reply ends at a special token, at its most tokens, or where its score can no longer rise.
+    A reply ends at a special token, after max_new_tokens, or when its score is 1.
     """
     special = special_ids(encoder.encoding, model.config)
     said = [[token] for token in first]

@@ -81,7 +81,7 @@ def say_once(line: str):
 def around(encoding, config) -> tuple[list[int], list[int]]:
     """Return the tokens before a text, and those between a question and its answer.
 
-    A chat template gives both.
+    A chat template gives both. Without one they are the decoder's opening, [BOS] or [], and [].
     """
     try:
         return encoding.turn()
@@ -135,8 +135,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         prog="python -m nanollm ask",
         description="Answer questions from a cache that python -m nanollm compress saved, "
         "without its text. Each question is appended to the text as a new line, Q: QUESTION. "
-        "With a decoder that chats, a question in your own words, with a question mark, gets an "
-        "answer.",
+        "With a decoder that chats, one that ends with a question mark is asked in its chat "
+        "template instead.",
     )
     option = parser.add_argument
     option("cache", type=Path, metavar="FILE", help="file of the cache")

@@ -22,14 +22,14 @@ from nanollm.tokenizer import opening
 # each with its default options: 4 facts, 16 pairs, 16 shots
 TASKS = "needle", "pairs", "few_shot"
 SETTINGS = "aware", "agnostic"
-# documents or texts that the decoder reads at once, and their tokens
+# most documents or texts that the decoder reads at once, and their tokens
 BATCH = 32
 TOKENS = 2**14
 
 
 @dataclass
 class Benchmark:
-    """Recorded documents and text, the same for every method: 10 KB per token (tiny model)."""
+    """Recorded documents and text, the same for every method: 9 KB per token (nanollm/tiny)."""
 
     batches: dict[str, Batch]
     # task → [context, question], each with one per layer
@@ -54,7 +54,7 @@ class Benchmark:
         return Benchmark(batches, recordings, full)
 
     def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
-        """Return the right answers (B,) by task and setting, and the text's measurements, or {}."""
+        """Return the shares right (B,) by task and setting, and the text's measurements, or {}."""
         right = {}
         for task in self.batches:
             answers = self.answers(model, task, make)
@@ -64,7 +64,7 @@ class Benchmark:
     def answers(
         self, model, task: str, make: Make, settings: tuple[str, ...] = SETTINGS
     ) -> dict[str, Tensor]:
-        """Return each document's right answers (B,), by setting."""
+        """Return each document's share of right answers (B,), by setting."""
         batch = self.batches[task]
         recorded = self.recordings[task]
         return replayed_or_read(
@@ -126,7 +126,7 @@ def build(
     seed: int = 0,
     names: Iterable[str] = TASKS,
 ) -> list[Benchmark]:
-    """Make and record `documents` documents of each task and half as many texts, T tokens each.
+    """Record `documents` documents of each task and half as many texts, at least 2, T tokens each.
 
     The decoder reads some of them at once (`BATCH`), so there are several benchmarks; `run` joins
     them.
@@ -157,9 +157,9 @@ def cut(batch: Batch, n: int) -> list[Batch]:
 def run(benchmarks: list[Benchmark], model, make: Make) -> dict:
     """Measure caches from `make` on all documents and texts; return one row.
 
-    The row has the mean and standard error of each task and setting, and what `continuation`
-    returns, bytes summed. "each" has the values of single documents, or of single texts for kl and
-    nll.
+    The row has the mean and standard error of each task and setting. Of `continuation` it has the
+    mean kl, the prompt's tokens, the most slots, and the bytes, summed. "each" has the values of
+    single documents, or of single texts for kl and nll.
     """
     parts = [benchmark.measured(model, make) for benchmark in benchmarks]
     row = {}

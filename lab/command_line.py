@@ -1,6 +1,7 @@
 """Code that all commands share: options, threads, one-line errors, and files.
 
-This file does not import torch. So `--help` and mistakes on the command line are answered at once.
+Importing this file does not import torch. So most commands answer `--help` and many mistakes at
+once.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from nanollm import TINY
 
 
 def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
-    """Add the options of every command that runs a model; `loading.loaded` reads them."""
+    """Add the options of commands that run a model; `loading.loaded` reads them."""
     option = parser.add_argument
     option(
         "--model",
@@ -35,8 +36,8 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
         choices=("auto", "4bit", "float32", "bfloat16", "float16"),
         default="auto",
         help="number format of weights, keys and values; 4bit: decoding reads the blocks of a "
-        "GGUF file as they are; default auto: 4bit for such a file if the processor has "
-        "AVX512, else float32",
+        "GGUF file as they are; default auto: 4bit for such a file on a CPU with AVX512, "
+        "else float32",
     )
     option(
         "--calibration",
@@ -75,7 +76,7 @@ def window_option(parser):
 
 
 def whole_name(model: Path) -> str:
-    """Return the value of --model as files repeat it: the whole path, or "smollm2"."""
+    """Return --model as files repeat it: the whole path, or a name such as "smollm2"."""
     return str(model.resolve()) if model.exists() else str(model)
 
 

@@ -8,7 +8,7 @@
 The table explains its columns. Other commands, each with its own --help:
 
     python -m nanollm generate         show what a method keeps of a page, or continue a text
-    python -m nanollm compress         read a text once, and keep its compressed cache in a file
+    python -m nanollm compress         read a text, and keep its compressed cache in a file
     python -m nanollm ask              answer questions from that file, without the text
     python -m nanollm explore          write docs/index.html, a page in which a decoder runs
     python -m nanollm teach            teach gates the kind of your questions
@@ -20,7 +20,7 @@ Methods. Behind a name, +critical adds CriticalKV, and @3 stores what stays in 3
     snap_kv                 the entries to which the last queries attend
     pyramid_kv              as snap_kv, with fewer entries in later layers
     ada_kv                  as snap_kv, with a budget that the heads of a layer share
-    snap_kv+critical        as snap_kv, times the size of the entry's value
+    snap_kv+critical        as snap_kv, but three quarters by attention times the value's size
     chunk_kv                chunks of ten neighbours, by the attention of the last queries
     chunk_kv_reuse          as chunk_kv; two layers share a choice
     chunk_kv_semantic       chunks that end with lines and sentences
@@ -110,7 +110,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     option(
         "--all",
         action="store_true",
-        help="run every method; the default is one of each family",
+        help="run every method; the default is the main ones",
     )
     option(
         "--methods",
@@ -231,8 +231,8 @@ def question_options(parser):
     option(
         "--evict-early",
         action="store_true",
-        help="with --questions: measure each method also while it evicts after every 512 tokens "
-        "of the text; its rows end with _early",
+        help="with --questions: measure each method with a budget also while it evicts after every "
+        "512 tokens of the text; its rows end with _early",
     )
 
 
@@ -241,7 +241,7 @@ def checked_questions(args: argparse.Namespace) -> argparse.Namespace:
     for name in "lengths", "documents", "text", "seed":
         if getattr(args, name):
             raise ValueError(
-                f"--{name} is of the tasks that are made here; --questions has its own"
+                f"--{name} is of the tasks that are made here; leave it out with --questions"
             )
     args.keep = [*dict.fromkeys(args.keep or [25])]
     args.settings = [*dict.fromkeys(args.settings or ["agnostic"])]

@@ -1,4 +1,4 @@
-"""python -m nanollm compress: read a text once, and keep its compressed cache in a file."""
+"""python -m nanollm compress: read a text, and keep its compressed cache in a file."""
 
 import argparse
 from pathlib import Path
@@ -80,7 +80,7 @@ def main(argv: list[str]):
 def read_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m nanollm compress",
-        description="Read a text once and keep its compressed KV cache in a file. "
+        description="Read a text and keep its compressed KV cache in a file. "
         "python -m nanollm ask answers questions from it, without the text.",
     )
     option = parser.add_argument

@@ -39,7 +39,7 @@ class Reference:
     new: int
     log_p: Tensor  # (B, new, V): predictions of the continuation's tokens
     recording: list[Recording]  # of the prompt, one per layer, in CPU memory
-    continuation: list[Recording]  # of the tokens after the prompt, one per layer
+    continuation: list[Recording]  # of what is fed after the compression, one per layer
     outputs: list[Tensor]  # attention's at these tokens, (B, H·G, new, D) per layer
 
     @property

@@ -1,11 +1,12 @@
 """Real text, split into a training side and a held-out side. Nothing is downloaded.
 
 The text is Python's language reference (`pydoc_data.topics`), the standard library's source and
-NumPy's docstrings, about 11 MB. A paragraph ends at a blank line that an unindented line follows,
+NumPy's docstrings, 11 to 12 MB. A paragraph ends at a blank line that an unindented line follows,
 so that a function or class stays whole. A hash of a paragraph decides whether it is held out.
 
-Training uses the text of the installed Python. The held-out side is stored in `held_out/text.json`,
-so that measurements do not depend on the Python version. `python -m lab.corpus` wrote it.
+Training uses the text of the installed Python. The held-out side is stored in
+`nanollm/held_out/text.json`, so that measurements do not depend on the Python version.
+`python -m lab.corpus` wrote it.
 """
 
 from collections import Counter
@@ -54,7 +55,7 @@ def documents() -> list[str]:
 
 
 def sources(folder: Path) -> list[Path]:
-    """Return the Python files below a folder; LEFT_OUT is skipped, for it would take seconds."""
+    """Return the Python files below a folder, without those of LEFT_OUT, which take seconds."""
     files = []
     for parent, folders, names in os.walk(folder):
         folders[:] = {*folders} - LEFT_OUT

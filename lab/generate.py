@@ -104,7 +104,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
 
 
 def continue_text(model, encoding, caches: list, text: str, args: argparse.Namespace):
-    """Continue a text, and print each token as it comes; then compare with the full cache."""
+    """Continue a text, print each token as it comes, and compare a method with the full cache."""
     import torch
     from lab.one_page import picture, shares
     from nanollm.cache import cache_bytes

@@ -16,8 +16,8 @@ Python. Inputs of some megabytes stay in the GPU's cache.
     sdpa ×   sdpa / kernel
 
 --methods times a decoder of that Llama's shape, with random weights: `end` compresses the caches to
-a quarter at the prompt's end, `step` adds a token to each prompt, both in ms and called from
-Python.
+a quarter at the prompt's end (`full` keeps all), `step` adds a token to each prompt, both in ms and
+called from Python.
 """
 
 import argparse
@@ -54,8 +54,7 @@ WIDTHS = [23, 7, 6, 9, 9, 8, 9, 7]
 def cases(B: int, n: int) -> Iterator[tuple]:
     """Yield (name, kernel, sdpa, bytes, operations) for B sequences of n tokens.
 
-    kernel and sdpa are functions to time; sdpa may be None. Run each before taking the next,
-    because they share inputs.
+    kernel and sdpa are functions to time, on shared inputs; sdpa may be None.
     """
     # here, as Triton runs on Linux only
     from kernels import decode_attention as decode, window_scores as window

@@ -2,8 +2,8 @@
 
 The recipe, one for every decoder: questions made by rule (made_questions.py), the tasks of
 tasks.py, plain text, whose continuation is the answer, and natural questions on passages of our
-own. None of them is in a test. In some contexts the first question is known: it is appended to the
-context before the gates thin it.
+own. No measurement uses one of these contexts. In some contexts the first question is known: it is
+appended to the context before the gates thin it.
 """
 
 from itertools import chain
@@ -30,7 +30,7 @@ TASKS = dict(
     copy=("copy", 6, {}),
 )
 PLAIN = 9  # texts
-CONTINUED = 64  # tokens of their ends, which are the answers
+CONTINUED = 64  # tokens of their ends; all but the first are the answer
 MADE = 48  # contexts
 
 
@@ -75,7 +75,7 @@ def length_of(asked: Asked) -> int:
 def of_questions(
     encoder: Encoder, questions: list[Question], known: bool = False
 ) -> Asked:
-    """Return questions of one context in tokens; if one is `known`, the first one only."""
+    """Return questions of one context in tokens; if `known`, the first, as part of the context."""
     context = encoder.context(questions[0].context)
     rows = []
     right = []

@@ -32,8 +32,8 @@ def load(
 
     engine: "ours", "transformers", or "auto" (ours if it supports the model's family). dtype:
     torch's name of the number format of weights, keys and values; "4bit", a GGUF file's blocks as
-    they are (block_linear.py); or "auto" (4bit if it is fast here, else float32). ValueError if
-    4bit is not possible, or slow.
+    they are (block_linear.py); or "auto" (4bit if `refusal` allows it, else float32). ValueError if
+    4bit is not possible, or refused.
     """
     folder = Path(folder)
     is_smollm2 = folder == Path(gguf.SMOLLM2) and not folder.exists()
@@ -84,9 +84,10 @@ def downloaded(name: Path) -> Path:
 
 
 def refusal(device: torch.device | str) -> str | None:
-    """Return why the product in 4 bits would be slow on this machine, or None if it is fast.
+    """Return why the product in 4 bits is not used on this machine, or None if it is.
 
-    PyTorch has it on every processor, but up to 300 times slower than in 32 bits.
+    PyTorch has it on every processor, but without vector instructions it can take over 100 times as
+    long as in 32 bits.
     """
     if not str(device).startswith("cpu"):
         return f"it runs on the CPU, and the device is {device}"

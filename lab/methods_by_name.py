@@ -130,7 +130,7 @@ def named(name: str, variants: dict, additions: dict) -> Variant:
 
 
 def with_addition(left: Variant, name: str, addition: dict) -> Variant:
-    """Return a method that chooses as SnapKV does, with the options of an addition."""
+    """Return a method, which must choose as SnapKV does, with the options of an addition."""
     if "select" not in {field.name for field in fields(left.kind)}:
         raise ValueError(
             f"{name} has no selection that an addition could change; "

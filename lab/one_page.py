@@ -51,8 +51,9 @@ def answer(
 ) -> tuple[Tensor, list[int]]:
     """Compress the first `cut` of tokens (1, T), feed the others, then decode `new` tokens.
 
-    The others are fed one by one, and decoding is greedy. Returns whether each head holds each of
-    the first `cut` tokens right after the compression, (L, H, cut) of bool, and the new tokens.
+    The others are fed as in `as_decoded`, and decoding is greedy. Returns whether each head holds
+    each of the first `cut` tokens right after the compression, (L, H, cut) of bool, and the new
+    tokens.
     """
     T = tokens.shape[1]
     aware = cut == T - 1  # then the last token is read, too, and fed again

@@ -1,6 +1,7 @@
 """Draw figures.
 
-A method has the same colour, marker and dash in all of them. Methods also differ in grey.
+A method has the same colour, marker and dash in all of them. Families of similar grey have
+different markers.
 """
 
 from io import BytesIO
@@ -22,7 +23,7 @@ TITLE = "Figure of python -m nanollm"
 FACT = "#b03a00"  # colour of marked tokens
 MOST = 10  # methods in a figure; more cannot be told apart
 
-# A family's colour and marker. Families of similar grey have different markers.
+# a family's colour and marker
 FAMILIES = {
     "full": ("#000000", "."),
     "snap_kv": ("#0072b2", "o"),
@@ -125,7 +126,7 @@ def questions(rows: list[dict], title: str, file: Path):
 def panels(rows: list[dict], labels: dict[str, str], title: str, file: Path):
     """Draw row[key] over bytes, a panel for each key of `labels`.
 
-    The figure names the methods beyond MOST.
+    The figure names the methods beyond MOST, which it does not draw.
     """
     shown, left_out = drawn([row["method"] for row in rows])
     size = (17, 5.5) if len(labels) > 1 else (8.5, 5.5)

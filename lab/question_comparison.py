@@ -48,7 +48,7 @@ class QuestionComparison:
         )
 
     def lengths(self) -> list[int]:
-        """Return the tokens of each context. ValueError if the model cannot read one."""
+        """Return the tokens of each context. ValueError if one with a question is too long."""
         longest = self.contenders.model.config.max_len
         lengths = []
         for some in self.contexts:
@@ -89,7 +89,7 @@ class QuestionComparison:
         )
 
     def results(self, items: list) -> Iterator[list[dict]]:
-        """Yield each item's records. Each core has a process, or a cluster has many."""
+        """Return an iterator over each item's records, from a cluster or as `spread` finds them."""
         args = self.args
         if args.scheduler:
             packed = pickle.dumps((args, self.contenders.options))

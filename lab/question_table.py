@@ -1,4 +1,4 @@
-"""Tables of `python -m nanollm --questions`: means over documents, and paired errors.
+"""Tables of `python -m nanollm --questions`: means over contexts, and paired errors.
 
 A frame has a record of each question, setting, method and keep ratio: its score, the mean −log p of
 its right answer, and the size of the cache.
@@ -81,8 +81,8 @@ def wide(frame: pd.DataFrame, of: str) -> pd.DataFrame:
 def means(x: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """Return the means over tasks, which count alike, and their standard errors.
 
-    Contexts count alike in a task, whose questions of one context err together; tasks are taken as
-    independent.
+    Contexts count alike in a task, because questions on one context err together; tasks are taken
+    as independent.
     """
     contexts = x.groupby(["task", "context"]).mean()
     tasks = contexts.groupby("task")
@@ -136,7 +136,7 @@ def show(
 ) -> str:
     """Return the tables of each setting: shares of the full cache's mean, then all numbers.
 
-    short: of several keep ratios, only those at 12.5 %.
+    short: of several keep ratios, all numbers at 12.5 % only.
     """
     parts = []
     for setting, mine in frame.groupby("setting", sort=False):

@@ -1,4 +1,4 @@
-"""Read a text once with a model of transformers, and go on from its compressed cache.
+"""Read a text with a model of transformers, and go on from its compressed cache.
 
     with compressed(model, ids, "kvzip", keep=0.125) as memory:
         model.generate(longer_ids, past_key_values=memory)  # they begin with ids
@@ -69,7 +69,8 @@ def ask(
 ) -> list[str]:
     """Return an answer to each question, of at most `new` tokens, by greedy decoding.
 
-    The text is read once. ValueError if the chat template does not show what it is given.
+    The text is read once for all questions (KVzip rereads it). ValueError if the chat template does
+    not show what it is given.
     """
     if isinstance(questions, str):
         raise ValueError("questions are one text; give a list of them")

@@ -98,7 +98,7 @@ def draw_ruler():
 
 
 def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
-    """Store rows as JSON, one per line; numbers of single documents have four digits."""
+    """Store rows as JSON, one per line; numbers of single documents have four decimals."""
     about = dict(command=command, machine=machine, date=date)
     head = json.dumps(about, indent=1, ensure_ascii=False)
     lines = []

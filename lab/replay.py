@@ -83,7 +83,7 @@ class Recorder(Noted, Slots):
 
 
 class CannotReplay(Exception):
-    """The cache must read the prompt itself, as it hides or changes tokens before the end."""
+    """The cache must read the prompt itself: it evicts, hides or changes tokens before the end."""
 
 
 def feed(
@@ -121,9 +121,9 @@ def replay(recordings: list[list[Recording]], caches: list[Slots]) -> int:
 
     This replaces `feed`, without the decoder and without attention's output, which is the full
     cache's. recordings: for each part of the prompt, one per layer. The caches have already
-    received all parts but the last. Raises CannotReplay if a cache hides tokens from attention or
-    changes them. The part is written at once, or in the pieces that the store takes, so the
-    returned bytes lack the slack of buffers that grow.
+    received all parts but the last. Raises CannotReplay if a cache evicts tokens, hides them from
+    attention or changes them. The part is written at once, or in the pieces that the store takes.
+    If the first part is written at once, the returned bytes have no slack of buffers that grow.
     """
     peak = 0
     for layer, *parts in zip(caches, *recordings):

@@ -3,8 +3,9 @@
 There are two settings. `aware`: the question is part of the prompt that is compressed. `agnostic`:
 the context is compressed before the question arrives. An aware prompt is read to its end, but its
 last token's entry is forgotten before the compression, and the token is fed again: otherwise the
-full cache would predict the first token of the answer. After the prompt, tokens come one at a time,
-as in decoding, or at once if the method only appends them.
+full cache would predict the first token of the answer. If the method evicts while it reads, the
+last token is read only after the compression. A question's later tokens come one at a time, as in
+decoding, or at once if the method only appends them.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +27,7 @@ from nanollm.cache import (
 from nanollm.check import check_budget, fits
 from nanollm.generate import check_prompt
 
-# A function that returns fresh caches. Their budget is a fraction of the tokens that it is given.
+# A function that returns fresh caches. A budget is a fraction of the tokens that it is given.
 Make = Callable[[int], list[Slots]]
 
 
@@ -45,7 +46,7 @@ def maker(
     store: Callable | None = None,
     **options,
 ) -> Make:
-    """Return a function that makes caches whose budget is keep_ratio times the prompt's tokens.
+    """Return a function that makes caches whose budget is keep_ratio times the tokens it is given.
 
     keep_ratio: None for a method without a budget. store: as in `make_cache`.
     """
@@ -89,8 +90,9 @@ def retrieve(
     """Return each document's fraction of exact answers, (B,), in each of the settings.
 
     With several questions, `aware` sees only the first before the compression. The others come
-    later, each after the answer given to the one before. `recordings` are those of
-    `prompt_and_question`'s two parts. Without them the decoder reads `chunk_size` tokens at a time.
+    later, each after the answer given to the one before. In both settings the budget is a share of
+    the context's tokens. `recordings` are those of context and question. Without them the decoder
+    reads `chunk_size` tokens at a time.
     """
     tokens, context, question = prompt_and_question(model, batch)
     agnostic = make(batch.question)

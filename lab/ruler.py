@@ -61,7 +61,7 @@ PUNKT = "collocations.tab sent_starters.txt abbrev_types.txt ortho_context.tab"
 
 
 def line_of(task: str, index: int, args, encode, words: list[str]) -> dict:
-    """Return a line of the file. It depends on --seed, --tokens, the task and the index.
+    """Return a line of the file. It depends on the options, the task and the index alone.
 
     words: hide the needles of ESSAYS, from a random word on.
     """

@@ -35,8 +35,8 @@ def save(caches, file: Path | str, **note):
     """Write the caches of all layers to a file, after the prompt was compressed.
 
     caches: what `make_cache` or the bridge's `attach` returned. note: JSON that `header` returns as
-    "note". Raises ValueError before the compression, or if the state has a part that `encode` does
-    not know.
+    "note". Raises ValueError before the compression, for several texts or a padded one in a memory,
+    or if the state has a part that `encode` does not know.
     """
     Path(file).write_bytes(to_bytes(caches, **note))
 
@@ -166,7 +166,7 @@ def encode(x, path: str, tensors: dict[str, Tensor], layer: Slots):
 
 
 def decode(x, tensors: dict[str, Tensor], layer: Slots):
-    """Return what `encode` was given."""
+    """Return what `encode` was given, with lists for tuples."""
     if isinstance(x, list):
         return [decode(y, tensors, layer) for y in x]
     if not isinstance(x, dict):
@@ -228,8 +228,8 @@ def header(file: Path | str) -> dict:
 def load(file: Path | str, caches):
     """Fill fresh caches of the same method, options and store with a file's state.
 
-    Raises ValueError if another decoder, number format, method or store wrote it, or if the caches
-    have seen tokens.
+    Raises ValueError if another decoder, number format, method, option or store wrote it, if it is
+    damaged, or if the caches have seen tokens.
     """
     head = header(file)
     layers = layers_of(caches)

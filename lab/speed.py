@@ -5,9 +5,9 @@
     python -m lab.speed --methods my_method --lengths 512 --rounds 1
 
 The peer of the full cache is transformers. The peer of a method is its press in kvpress, with the
-same window and pool, if kvpress is installed; kvpress 0.5.5 needs transformers below 5.3, so give
-both an environment of their own. Prompts are random tokens. Ours and the peer take turns, and the
-fastest of some rounds counts.
+same window (RESULTS.md says how pools differ), if kvpress is installed; kvpress 0.5.5 needs
+transformers below 5.3, so give both an environment of their own. Prompts are random tokens. Ours
+and the peer read prompts by turns. Of every time the fastest of some rounds counts.
 
 Two more rows: llama.cpp, with the same GGUF file and one prompt, if xllamacpp is installed (pip
 install xllamacpp==2026.10.11549); and the floor, the time in which this machine reads a step's
@@ -61,7 +61,7 @@ prompt    reading the prompts of the batch with the full cache
 end       compressing the cache once, at the prompts' end
 step      one new token for each prompt
 ×         the peer's time in units of ours: above 1, ours is faster
-MiB       what the caches hold after the compression, by `bytes()`
+MiB       allocated by the caches after the compression
 """
 
 
@@ -202,7 +202,7 @@ def weight_bytes(model) -> int:
 
 def bandwidth() -> float:
     """Return how many bytes this machine reads from memory in a millisecond."""
-    numbers = torch.ones(2**26)  # 256 MiB, more than a processor's cache
+    numbers = torch.ones(2**26)  # 256 MiB, more than most processors' caches
     return numbers.nbytes / fastest(numbers.sum, 8)
 
 
@@ -241,7 +241,7 @@ def measured(
 ) -> list[dict]:
     """Return a row for each size (B, T) and method, "full" first. keep: keep ratio in percent.
 
-    ValueError, before any work, if a method cannot use its budget.
+    ValueError, before any measurement, if a method cannot use its budget.
     """
     learned = {}
     for name, variant in methods.items():

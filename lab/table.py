@@ -1,20 +1,20 @@
 """Lay out tables as text; the tables of python -m nanollm, and sentences about their rows.
 
-The columns are the tasks of the rows.
+Each task of the rows has a column.
 """
 
 from itertools import chain, repeat
 from statistics import fmean
 
-# The short table: one method of each family, all at one keep ratio.
+# The short table: the main methods, all at one keep ratio.
 SHOWN = (
     "full snap_kv snap_kv+critical chunk_kv scissorhands kv_reviver_shrunk kvzip question_gates "
     "full@2 h2o random"
 ).split()
 
 TERMS = """\
-keep      keep ratio: the budget of each head, as a percentage of the prompt's tokens; "all" if
-          every token stays; in brackets the percentage that a method without a budget kept
+keep      keep ratio: the budget of each head, in percent of the prompt without its question; "all"
+          if every token stays; in brackets the percentage that a method without a budget kept
 KiB       size of one text's cache after the last token, with 16-bit numbers; quantized entries as
           stored; most methods evict at the prompt's end alone, and append later tokens
 needle    task: four facts are hidden in real text, and the question asks for one of them
@@ -112,7 +112,7 @@ def budget(row: dict) -> str:
 
 
 def judges(full: dict, task: str) -> bool:
-    """Return whether the full cache answers half of a task, which can then compare methods."""
+    """Return whether the full cache answers half of a task, aware; it can then compare methods."""
     return full[f"{task}_aware"] >= 0.5
 
 

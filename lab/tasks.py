@@ -89,8 +89,8 @@ class Tasks:
         self.encoding = encoding
         self.split = split
         self.own = filler
-        # The space before a number belongs to the token before it in nanollm/tokenizer.py. In most
-        # other tokenizers it belongs to the number's first token.
+        # The space before a number belongs to the token before it in nanollm/tokenizer.py. With
+        # other tokenizers it is encoded with the number.
         self.gap = " " if foreign else ""
         self.bos = encoding.bos if foreign else encoding.n_vocab - 1
         self.first = [] if self.bos is None else [self.bos]
@@ -106,7 +106,10 @@ class Tasks:
         self.asked_lines = self.alike_lines() if foreign else self.lines
 
     def alike_words(self):
-        """Return the tokens of words that have one length: 2, or the shortest of 100 words."""
+        """Return the tokens of words of one length: 2 if 100 words have it, else the shortest such.
+
+        If no length has 100 words, it is the length of most words.
+        """
         encoded = self.encode([f" {word}" for word in corpus.words(self.split)])
         words_of = Counter(map(len, encoded))
 
@@ -133,7 +136,7 @@ class Tasks:
         return kinds
 
     def alike_lines(self):
-        """Return the lines of one length, so that documents align; all if a kind has none."""
+        """Return lines of one length, so that documents align; all if no length is in each kind."""
         lines_of = [Counter(map(len, kind)) for kind in self.lines]
         least = lambda length: min(count[length] for count in lines_of)
         chosen = max(range(4, 13), key=least)
@@ -238,7 +241,7 @@ class Tasks:
     ):
         """Make a document with facts scattered in real text, and ask for one or several of them.
 
-        numbers: four-digit numbers per value, 0 for a word; the model is trained with one.
+        numbers: four-digit numbers per value, 0 for a word; nanollm/tiny was trained with one.
         """
         whole("questions", questions, 1, facts)
         pairs = self.draw_pairs(rng, facts, numbers)
@@ -275,10 +278,10 @@ class Tasks:
         return self.assemble(rng, T, [block + newline], asked)
 
     def few_shot(self, rng, T: int, shots: int = 16, classes: int = 4):
-        """Make a document with labelled lines of source code, and ask for a new line's label.
+        """Make a document with labelled lines of source code, and ask for the label of one more.
 
-        The label of a class is drawn anew for each document. The new line's class has been shown.
-        The answer is one token; chance is 1/classes.
+        The label of a class is drawn anew for each document. The last line's class has been shown.
+        With our tokenizer the answer is one token. Chance is 1/classes.
         """
         whole("shots", shots, 1, T)
         whole("classes", classes, 2, len(LINE_KINDS))
@@ -299,7 +302,7 @@ class Tasks:
         return self.assemble(rng, T, block, [asked], depths=[1.0] * shots)
 
     def copy(self, rng, T: int, length: int = 32, start: int = 8, answer: int = 16):
-        """Make a document with a passage in it; its end quotes the start, and asks for the rest."""
+        """Make a document with a passage in it; quote its start, and ask for what follows."""
         whole("length", length, 2)
         whole("start", start, 1, length - 1)
         whole("answer", answer, 1, length - start)
@@ -338,10 +341,10 @@ class Tasks:
         )
 
     def batches(self, task: str, seed: int, B: int, T: int, **options) -> list[Batch]:
-        """Return the first B documents drawn of a task, in as few aligned batches as possible.
+        """Return B documents of a task, in as few aligned batches as possible.
 
-        With our tokenizer all align, as in `batch`. With another, questions and numbers vary in
-        tokens.
+        With our tokenizer this is one `batch`. With another, questions and numbers vary in tokens,
+        and these are the first B documents drawn.
         """
         if not isinstance(self.encoding, Foreign):
             return [self.batch(task, seed, B, T, **options)]
@@ -371,10 +374,10 @@ def aligned(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
 
 
 class Unmarked(Tasks):
-    """The same tasks without the full stops, colons and line breaks that mark where a fact ends.
+    """The same tasks without the full stops and line breaks that mark where a fact ends.
 
-    Punctuation of the text around the facts stays, and so does that inside the labelled source
-    lines.
+    A comma replaces a line break; with our tokenizer " is " replaces the colon of a pair. The line
+    break before "Q:" stays, and so does the punctuation of the text and of the source lines.
     """
 
     def ids(self, string: str) -> Ids:

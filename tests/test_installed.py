@@ -1,4 +1,4 @@
-"""An installed copy runs from any folder: all packages and data files are in it."""
+"""An installed copy runs from another folder: four packages and their data files are in it."""
 
 from pathlib import Path
 import shutil

@@ -1,4 +1,4 @@
-"""Every command that a document prints has arguments that its program accepts."""
+"""Commands that documents print have arguments that their programs accept, but for LEFT_OUT."""
 
 import argparse
 from importlib import import_module
@@ -27,7 +27,7 @@ class Accepted(Exception):
 
 
 def printed() -> list[str]:
-    """Return all commands `python -m …` in blocks and between backticks."""
+    """Return the commands of nanollm and lab in blocks and between backticks, but for LEFT_OUT."""
     found = set()
     for pattern in DOCUMENTS:
         for file in ROOT.glob(pattern):

@@ -1,7 +1,7 @@
 """How much code there is, and how dense: no layout pays, and a line may not be a riddle.
 
 A token is what Python's tokenizer returns, without comments, docstrings, line ends and indents. A
-code line is one on which a token begins that is more than a closing bracket.
+code line is one on which a token begins that is more than a closing bracket or a comma.
 """
 
 import ast

@@ -9,8 +9,9 @@ Beside your model, the other columns are those of lab/stored/claims.json, which 
 commands wrote, unless you choose other documents, another text, length or seed. 22 claims have
 a rule: conditions on measured numbers, at several keep ratios (S7 at none). The table of a
 claim has a column for each model, a mark for each keep ratio, and the numbers. A number within two
-standard errors of its limit leaves the claim undecided (CLAIMS.md). "built" is nanollm/tiny, whose
-initial weights contained retrieval heads; "learned" is nanollm/tiny_learned.
+standard errors of its limit leaves the claim undecided, unless another condition fails (CLAIMS.md).
+"built" is nanollm/tiny, whose initial weights contained retrieval heads; "learned" is
+nanollm/tiny_learned.
 """
 
 import argparse

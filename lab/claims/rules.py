@@ -2,12 +2,12 @@
 
     judge("P6", Subject(model, Tasks(encoding, "test")), 0.25)
 
-python -m nanollm claims does so for all of them, at four keep ratios: a verdict is a curve.
+python -m nanollm claims does so for all of them, at four keep ratios (S7 at none).
 
 A function has its claim's ID as its name, and takes the keep ratio, the share of the entries that
-stays. The papers' files beside this one have the rule in words. Claims about equations or random
-draws have no rule. If a number lies within two standard errors of a rule's limit, the claim is
-undecided there.
+stays (S7 takes none). The papers' files beside this one have the rule in words. Claims about
+equations or random draws have no rule. If a number lies within two standard errors of a rule's
+limit, and no other condition fails, the claim is undecided at this keep ratio.
 """
 
 from collections.abc import Callable, Iterable
@@ -68,7 +68,7 @@ TASKS = {  # by a paper's letter
     "S": ("few_shot",),
 }
 LITTLE = 0.02  # a rise of −log p, in nats a token, that still counts as no cost
-LEAST_SAVED = 0.187  # the least that Figure 1 prints, of SnapKV with 128 entries
+LEAST_SAVED = 0.187  # the least that the text on Figure 1 names, SnapKV's at 128
 TWO_BITS = partial(RoundedSlots, bits=2)
 
 
@@ -87,7 +87,7 @@ def P5(on: Subject, keep: float) -> Finding:
 
 
 def P6(on: Subject, keep: float) -> Finding:
-    """Count the heads whose σ exceeds 1/2, beyond the first layer and in it."""
+    """Measure the share of heads whose σ exceeds 1/2, beyond the first layer and in it."""
     shares = []  # of each prompt's layers
     for A, norms in on.heads:
         first, _ = algorithm_1(A, norms, round(keep * A.shape[-1]))
@@ -149,7 +149,7 @@ def P10(on: Subject, keep: float) -> Finding:
 
 
 def P11(on: Subject, keep: float) -> Finding:
-    """Interpolate the budget at which each rule has the KL that the norms give."""
+    """Interpolate the budget at which each budget rule has the KL that the norms give."""
     kept = 2 * keep, keep, keep / 2
 
     def saved(kl):  # (texts, 1 + len(kept))
@@ -432,7 +432,7 @@ def S7(on: Subject) -> Finding:
 
 
 def S8(on: Subject, keep: float) -> Finding:
-    """Measure −log p of the texts' last eighth, and later labels."""
+    """Measure −log p of the texts' last eighth, and labels if the question comes later."""
     rise = on.rise(Scissorhands, keep, part=2)
     found = {
         "rise of −log p": rise,

@@ -18,7 +18,7 @@ from nanollm.model import Decoder
 
 
 class FourBitSlots(BudgetSlots):
-    """Round keys and values to 4 bits, each head of a token by itself. Bytes are not counted."""
+    """Round keys and values to 4 bits, each head of a token by itself. Bytes count as exact."""
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         super().write(rounded(k, 4, -1), rounded(v, 4, -1), pos)

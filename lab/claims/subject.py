@@ -21,7 +21,7 @@ ASKED = {
     "needle": (Tasks, "needle", {}),
     "pairs": (Tasks, "pairs", {}),
     "few_shot": (Tasks, "few_shot", {}),
-    "unmarked pairs": (Unmarked, "pairs", {}),  # no mark tells where a fact ends
+    "unmarked pairs": (Unmarked, "pairs", {}),  # a comma alone tells where a pair ends
     "unmarked long needle": (Unmarked, "needle", dict(facts=1, numbers=4)),
 }
 PART = 24  # documents or texts that are measured at once
@@ -39,7 +39,7 @@ Number = tuple[float, float]  # a mean and its standard error
 class Finding(NamedTuple):
     verdict: str
     numbers: dict[str, Number]  # the deciding numbers, and others for comparison
-    why: str = ""  # why there is no verdict, or why the claim cannot hold
+    why: str = ""  # why there is no verdict
 
 
 # ---- verdicts ----
@@ -226,7 +226,7 @@ class Subject:
         return self.continued(kind, keep_ratio, alone=True, **options)
 
     def kl(self, kind: type[Method], keep_ratio: float, **options) -> Tensor:
-        """Return the KL at this share of the bytes, without slack, of a third of the texts."""
+        """Return a KVReviver's KL at this share of the bytes, on a third of the texts; no slack."""
         options = dict(slack=0) | options
         return self.continued(kind, keep_ratio, part=3, **options)["kl"]
 

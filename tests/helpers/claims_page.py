@@ -43,7 +43,7 @@ def filled(text: str, values: dict[str, object]) -> str:
 def check(
     text: str, tests: dict[str, set[str]], values: dict[str, object], stored: list[dict]
 ):
-    """Raise a ValueError unless files, tests, rules, notebooks and stored rows fit together."""
+    """Raise a ValueError unless files, tests, rules and stored rows fit together."""
     claims = sum(parse(text).values(), [])
     ids = {claim.id for claim in claims}
     ruled = {claim.id: claim.rule for claim in claims if claim.rule}

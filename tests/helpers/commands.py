@@ -1,4 +1,4 @@
-"""Run commands as the front door does, and lines of bash."""
+"""Run commands as python -m nanollm does, and lines of bash."""
 
 from pathlib import Path
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def refused(capsys, arguments, message) -> str:
-    """Check that a command ends with exit code 2 and one line; return what it printed before."""
+    """Check that a command ends with exit code 2 and an error line; return its output before."""
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     out, error = capsys.readouterr()
@@ -25,7 +25,7 @@ def refused(capsys, arguments, message) -> str:
 
 
 def in_shell(command: str, *python: str):
-    """Run a line of bash, in which "$@" is Python; it buffers what it prints, as by itself."""
+    """Run a line of bash, in which "$@" is Python with arguments; its output is buffered."""
     script = f"set -o pipefail; unset PYTHONUNBUFFERED; {command}"
     line = ["bash", "-c", script, "-", sys.executable, *python]
     return subprocess.run(line, cwd=ROOT, timeout=300, capture_output=True, text=True)

@@ -277,7 +277,7 @@ def decode(tokens) -> str:
 
 @once
 def tasks(split: str) -> Tasks:
-    """Return the library's tasks; for training only every tenth document: all take 8 s."""
+    """Return the library's tasks; for training of every tenth document only, to save seconds."""
     with pytest.MonkeyPatch.context() as patch:
         if split == "train":
             pool = corpus.documents()[::10]

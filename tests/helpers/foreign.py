@@ -1,4 +1,4 @@
-"""Small models of transformers, and a checkpoint whose family and tokenizer are not ours."""
+"""Shape of small transformers models; a checkpoint whose family and tokenizer are not ours."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 import torch

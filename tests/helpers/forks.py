@@ -1,7 +1,7 @@
-"""Run commands in separate processes that get only PATH and HOME.
+"""Run commands in separate processes that get only PATH, HOME and what a test adds.
 
-Importing torch takes 2 s and a fork takes no time, so each command is a fork of a process that
-imported torch. Nothing of the repository is imported before the fork.
+Importing torch takes seconds and a fork hardly any time, so each command is a fork of a process
+that imported torch. Nothing else of the repository is imported before the fork.
 """
 
 import json

@@ -35,7 +35,7 @@ def check_kept(cut, method, loop, own=0, twice=0):
     """Compare kept positions and bytes after each part with the loop's.
 
     loop(q, k, parts, **options) yields the positions that stay, [b][h], after each part. own: bytes
-    of the method's numbers for an entry. twice: how many keys the next write stores twice.
+    of the method's numbers for an entry. twice: keys that are stored twice once tokens have left.
     """
     q, k, _ = text()
     parts = parts_of(cut)

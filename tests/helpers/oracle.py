@@ -93,7 +93,7 @@ TOKENS = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 def tiny(**changed) -> Config:
-    """Return the smallest configuration of our decoder that has groups of query heads."""
+    """Return a small configuration of our decoder with groups of two query heads."""
     size = dict(
         vocab_size=61,
         max_len=16,

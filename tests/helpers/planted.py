@@ -99,7 +99,7 @@ def direct(assignment: str):
 
 
 def packed_faster(monkeypatch):
-    """Let calls go through pickle, a tenth of torch.save's time. Nothing comes from outside."""
+    """Let calls go through pickle, which is faster than torch.save. No data come from outside."""
     monkeypatch.setattr(grader, "packed", pickle.dumps)
     monkeypatch.setattr(submission, "packed", pickle.dumps)
     monkeypatch.setattr(submission, "unpacked", pickle.loads)

@@ -1,7 +1,7 @@
 """Run texts through a window method, and compare its slots with loops written from the papers.
 
 `Case` names a method and the loops that say what it keeps; `Prompt` says how a text is read.
-`check_walk(case, prompt)` compares positions; test_contract.py looks at all else.
+`check_walk(case, prompt)` compares positions; test_contract.py has the tests of all methods.
 
 Loops work on lists. A head's weights A and norms are [g][i], of query head g and entry i.
 """
@@ -31,7 +31,7 @@ B, D, LAYER, LAYERS = 2, 4, 1, 4
 
 
 def highest(score, n, but=()):
-    """Return the n highest scores; ties: the newest."""
+    """Return the indices of the n highest scores; ties: the newest."""
     others = [i for i in range(len(score)) if i not in but]
     return sorted(others, key=lambda i: (-score[i], -i))[:n]
 

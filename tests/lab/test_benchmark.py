@@ -104,7 +104,7 @@ class EvictsHalf(H2O):
 
 @cache
 def long_texts():
-    """Return a decoder with heads as large as the checkpoint's, and texts of a usual length."""
+    """Return a decoder with heads as large as nanollm/tiny's, and texts of 456 tokens."""
     torch.manual_seed(0)
     size = dict(n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, d_model=32, d_ff=32)
     # KVzip reads twice

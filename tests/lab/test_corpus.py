@@ -1,4 +1,4 @@
-"""Text is split without loss or overlap."""
+"""Text is split without loss, and almost without overlap."""
 
 from collections import Counter
 

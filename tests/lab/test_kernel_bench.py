@@ -1,4 +1,4 @@
-"""The bench without a GPU: it times the right functions, which compute the same."""
+"""The bench of kernels refuses in a line what it cannot time, such as no GPU."""
 
 import pytest
 import torch

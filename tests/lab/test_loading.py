@@ -21,7 +21,7 @@ from nanollm.model import Decoder
 
 @pytest.fixture
 def learner(monkeypatch):
-    """Return a method that learns two options; `asked` has the decoders that taught it."""
+    """Return a method that learns two options; `asked` has the decoders of which it learned."""
 
     @dataclass
     class Learner(Method):

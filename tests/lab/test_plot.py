@@ -1,4 +1,4 @@
-"""Figures: files that are ours, one look per method, and what each head still holds."""
+"""Figures: files that are ours, what is drawn in them, and what each head still holds."""
 
 import matplotlib.pyplot as plt
 import numpy as np

@@ -16,7 +16,7 @@ TEXT = "The code of table is 52. The code of river is 18. " * 3
 
 
 class Words:
-    """As transformers' tokenizers are called."""
+    """Called as transformers' tokenizers are."""
 
     eos_token_id = 2
 

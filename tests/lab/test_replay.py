@@ -46,7 +46,7 @@ def test_without_tokens_there_is_no_recording(model):
 
 
 def same_state(ones, others):
-    """Compare all that caches hold, but for the slack of their slots."""
+    """Compare the slots, notes and counts of caches, but not the slack of their slots."""
     for one, other in zip(ones, others, strict=True):
         assert one.slots.keys() == other.slots.keys()
         for name in one.slots:

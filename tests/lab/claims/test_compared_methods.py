@@ -1,4 +1,4 @@
-"""What CriticalKV's rules measure: methods by name, ranks, and long answers."""
+"""What CriticalKV's rules measure: rank correlations, and long answers."""
 
 import numpy as np
 import pytest

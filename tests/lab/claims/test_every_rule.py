@@ -1,7 +1,7 @@
 """Make every rule's numbers again, without Subject, Benchmark and replay.
 
-A reader takes one document and then one token at a time. What is computed from attention is
-computed head by head.
+A reader takes one document at a time and, where eviction goes on, one token. L and σ are computed
+head by head.
 """
 
 from functools import cache

@@ -55,8 +55,8 @@ class Number:
 class Planted(Subject):
     """A small decoder. What it would measure of a method is the last planted number that fits.
 
-    Without one, the full cache answers 0.9 of the questions, a method none, and eviction costs
-    nothing: KL and L are 1, and −log p does not rise.
+    Without one, the full cache answers 0.9 of the questions, a method none, and all methods change
+    texts alike: KL and L are 1, and −log p does not rise.
     """
 
     numbers: tuple[Number, ...] = ()
@@ -156,7 +156,7 @@ def reviver(answered, h2o, **when):
 
 
 def stage_1(quarter, none, streaming):
-    """Return the answers of SnapKV, which finds 0.4, by the shares that its stage 1 keeps."""
+    """Return answers of SnapKV, plain 0.4, by the share of its stage 1, and of StreamingLLM."""
     return (
         answers(SnapKV, 0.4),
         answers(SnapKV, quarter, select=PooledCritical(0.25)),

@@ -1,4 +1,4 @@
-"""What a subject measures, and verdicts from numbers and their errors."""
+"""Verdicts from numbers and their errors, and an error over texts."""
 
 import pytest
 import torch
