@@ -13,7 +13,7 @@ SHOWN = (
 ).split()
 
 TERMS = """\
-keep      keep ratio: the budget of each head, as a percentage of the prompt's tokens; "all" if
+keep      keep ratio: a head's mean budget, as a percentage of the prompt's tokens; "all" if
           every token stays; in brackets the percentage that a method without a budget kept
 KiB       size of one text's cache after the last token, with 16-bit numbers; quantized entries as
           stored; most methods evict at the prompt's end alone, and append later tokens
