@@ -14,7 +14,7 @@ SETTINGS = {
 }
 TERMS = """\
 keep       keep ratio: a head's mean budget, as a percentage of the prompt's tokens
-KiB        size of one text's compressed cache, with 16 bits a number; with @4, four
+KiB        size of one text's compressed cache, with 16 bits a number; with @4, as stored
 a task     mean over contexts of their mean scores, ± one standard error (of one context: none)
 mean       over the tasks of which the full cache answers half or more
 - full     difference to the full cache, paired by context

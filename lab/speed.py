@@ -56,7 +56,7 @@ METHODS = (
 )
 STEPS = 48  # decoding steps after a prompt, of which the fastest counts
 SHORT = 0.5  # seconds; an end whose rounds take less gets more of them
-TERMS = """Times in ms, {threads} threads, keep ratio {keep:g} %, fastest of {rounds} rounds.
+TERMS = """Times in ms, {threads} threads, keep ratio {keep:g} %, fastest of {rounds} or more.
 prompt    reading the prompts of the batch with the full cache
 end       compressing the cache once, at the prompts' end
 step      one new token for each prompt

@@ -13,8 +13,8 @@ SHOWN = (
 ).split()
 
 TERMS = """\
-keep      keep ratio: the budget of each head, in percent of the prompt without its question; "all"
-          if every token stays; in brackets the percentage that a method without a budget kept
+keep      keep ratio: a head's mean budget, in percent of the prompt without its question; "all" if
+          every token stays; in brackets the percentage that a method without a budget kept
 KiB       size of one text's cache after the last token, with 16-bit numbers; quantized entries as
           stored; most methods evict at the prompt's end alone, and append later tokens
 needle    task: four facts are hidden in real text, and the question asks for one of them
