@@ -22,7 +22,7 @@ from nanollm.window import Selection, Window, WindowMethod
 
 @dataclass(frozen=True)
 class SemanticChunks(Chunks):
-    """Select chunks by their mean score. A chunk longer than the budget beside the window is cut."""
+    """Select chunks by their mean score. A chunk longer than the room beside the window is cut."""
 
     chunk_size: int = 32  # most tokens per chunk (chosen on our own tasks)
     score: str = "mean"

@@ -470,7 +470,7 @@ def test_of_tokens_that_nobody_looks_at_the_newest_stay(name):
 
 @each(BUDGETED, "@2")
 def test_a_conversation_is_compressed_after_each_turn(name):
-    """After each turn the budget holds, and attention is exact on what is held (or it is refused)."""
+    """After each turn the budget holds, and attention is exact, unless a method refuses it."""
     caches, _ = run(name, (PROMPT, 2))
     for start, stop in ((32, 40), (40, 42), (42, 50)):
         begin_turn(caches)
