@@ -322,7 +322,7 @@ class SketchSlots(Slots):
 
 @dataclass
 class KVReviver(Method):
-    """Everything that a head stores fits into the bytes of `budget` entries."""
+    """From the prompt's end on, all that a head stores fits into the bytes of `budget` entries."""
 
     budget: int  # bytes, in entries (key, value, position) per key/value head
     # fraction of the budget for the sketch, at least a slot per row; 0: none

@@ -12,8 +12,9 @@ BCE is the cross-entropy −S log s − (1 − S) log(1 − s). It is smallest i
 
 Differs from the paper:
 - There a gate reads the hidden state, which a cache does not receive. Here it reads the queries,
-  keys and values of all heads. In most models that is a linear map of it, and nothing is lost if
-  they have at least as many numbers. Where queries and keys are normalised (Qwen3) it is none.
+  keys and values of all heads. In most models that is a linear map of it, and as a rule nothing is
+  lost if they have at least as many numbers. Where queries and keys are normalised (Qwen3) it is
+  none.
 - There a gate is a low-rank attention over learned sinks; here it is one linear map, a logistic
   regression.
 - There entries are also evicted while the prompt is read and during decoding; here at the prompt's

@@ -23,8 +23,8 @@ On average over the hashes, the squared error is at most that of the mean alone.
 holds by construction, for any vectors. A single token may have a larger error, and swaps leave
 errors in the sketch.
 
-One row: without a median, reading is linear. So a new token can attend to the slots directly, and
-no token is read back.
+One row, signed or shrunk: without a median, reading is linear. So a new token can attend to the
+slots directly, and no token is read back.
 """
 
 from collections.abc import Iterable
