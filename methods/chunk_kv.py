@@ -20,8 +20,8 @@ Differs from the paper:
 
 A fact may lie across the border of two chunks. Then its chunks share the attention that it gets,
 and it may be lost. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that on *built* for
-values of two tokens (claim C1). Ours: chunks that end with a line or sentence, in
-methods/ours/chunk_kv_semantic.py.
+values of two tokens (claim C1). Ours: chunks that end with a line, sentence or
+clause, in methods/ours/chunk_kv_semantic.py.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from nanollm.window import Selection, Window, WindowMethod
 
 @dataclass(frozen=True)
 class Chunks(Selection):
-    """Select chunks by their scores, the highest first, until the budget is full."""
+    """Select chunks by their scores, the highest first, while there is room."""
 
     chunk_size: int = 10  # tokens per chunk, c
     # of a chunk: "sum", "mean" or "max" of its tokens' window scores

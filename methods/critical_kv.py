@@ -138,7 +138,7 @@ def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
     """
     # In one line, with w_o (d_model, H, G, D):
     #     torch.einsum("bhnd,mhgd->bhgnm", v, w_o).abs().sum(-1)
-    # The loop does the same for one head and 1024 tokens at a time, which fit into a core's cache.
+    # The loop does the same for one head and 1024 tokens at a time, in less memory.
     B, H, n, D = v.shape
     w_o = w_o.unflatten(1, (H, -1)).permute(1, 2, 3, 0)  # (H, G, D, d_model)
     norms = wide(v[:0]).new_empty(H, w_o.shape[1], B * n)

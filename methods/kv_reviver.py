@@ -1,9 +1,9 @@
 """KVReviver: a compressed cache that can be read back (Yuan et al., Peking University, ByteDance).
 
-The newest tokens (Recent) and the tokens with the most attention so far (Candidate) are kept
-exactly. All other tokens (Vague) are added into a few shared slots, a sketch. Before each attention
-the Vague tokens are estimated ("revived") from the sketch. Tokens that share a slot disturb one
-another's estimates.
+The newest tokens (Recent) and the tokens with the most attention so far (Candidate) have slots of
+their own. All other tokens (Vague) are added into a few shared slots, a sketch. Before each
+attention the Vague tokens are estimated ("revived") from the sketch. Tokens that share a slot
+disturb one another's estimates.
 
     Recent:    the newest tokens
     Candidate: of the others, those with the largest Σ_{s ≤ t} α_s
@@ -11,7 +11,7 @@ another's estimates.
                its place
 
 The sketch (Charikar et al. 2002) has r rows of b slots. A hash h_i gives each token one slot in row
-i, and a sign g_i:
+i, and g_i gives it a sign:
 
     insert J:  S_i[h_i(J)] += (k_J, g_i(J) v_J)  for i = 1 … r
     query J:   median over i of (key of S_i[h_i(J)], g_i(J) · value of S_i[h_i(J)])
@@ -24,7 +24,7 @@ Differs from the paper:
 - The prompt is read with full attention and compressed at its end.
 - The budget counts bytes. It includes the scores of all tokens ever seen, 4 bytes each, so a very
   long text finally leaves no room (ValueError).
-- The paper gives no slack; here it is 8.
+- The paper gives no value of its slack; here it is 8.
 - The paper divides the budget among layers by the Fisher information, without a formula (R5). Here
   all layers have the same budget.
 
@@ -156,7 +156,7 @@ class Sketch:
         J: Tensor,
         among: Tensor,
     ) -> Iterable[Tensor]:
-        """Yield the estimates [k | v] of each head, (n, 2D). A head fits into a core's cache."""
+        """Yield the estimates [k | v] of each head, (n, 2D), one head at a time to save memory."""
         return self.median(self.x, J)
 
     def median(
@@ -199,7 +199,7 @@ def median_of_three(
 
 
 class SketchSlots(Slots):
-    """Exact tokens have slots; the Vague ones are in the sketch."""
+    """Recent and Candidate tokens have slots; the Vague ones are in the sketch."""
 
     def __init__(self, *place):
         super().__init__(*place)
@@ -242,7 +242,7 @@ class SketchSlots(Slots):
             self.sketch.tokens = self.seen
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the exact tokens, then the revived ones (Algorithm 4)."""
+        """Return the tokens in slots, then the revived ones (Algorithm 4)."""
         k, v, pos, _ = super().read()
         if self.revives:
             tokens = self.vague_tokens()
@@ -322,7 +322,7 @@ class SketchSlots(Slots):
 
 @dataclass
 class KVReviver(Method):
-    """Everything that a head stores fits into the bytes of `budget` entries."""
+    """From the prompt's end on, all that a head stores fits into the bytes of `budget` entries."""
 
     budget: int  # bytes, in entries (key, value, position) per key/value head
     # fraction of the budget for the sketch, at least a slot per row; 0: none

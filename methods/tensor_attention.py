@@ -8,7 +8,7 @@ pairs.
 The paper has two caches. `FourCache` stores four matrices of i·D numbers and forms the pairs at
 each step. `TwoCache` stores the two matrices of pairs, i²·D numbers each. The paper sees a
 trade-off between time and memory. But no pair has to be formed: all scores are one small matrix
-product, and so is the output (`FactoredFourCache`):
+product, and the output needs one more (`FactoredFourCache`):
 
     score of (a, b) = Σ_j k_{1,a,j} q_j k_{2,b,j} = [(K₁ ∘ q) K₂ᵀ]_{a,b}
     out_j = Σ_a V₁[a, j] (P V₂)[a, j]
@@ -16,7 +16,7 @@ product, and so is the output (`FactoredFourCache`):
 Differs from the paper: scores are scaled by 1/√D, as in the decoder. The paper has no scale
 (`scale=1`).
 
-Ours:
+Not in the paper:
 - The factored form. It needs one tile of scores at a time.
 - The decoder of pairs (`pair_decoder`).
 """
@@ -144,7 +144,7 @@ class FactoredFourCache(FourCache):
             score = k1_q.flatten(2, 3) @ k2.mT
             score = score.unflatten(2, G_rows)  # (B, H, G, rows, n)
 
-            # earlier tiles were weighted against a lower maximum: rescale them by e^(top − new)
+            # earlier tiles were weighted against the old maximum: rescale them by e^(top − new)
             new = torch.maximum(top, score.amax((-2, -1)).unsqueeze(-1))
             p = (score - new.unsqueeze(-1)).exp_()
             keep = (top - new).exp()

@@ -10,8 +10,8 @@ The heads then differ in length. They are stored one after the other, without pa
 freed.
 
 Differs from the paper:
-- b counts the entries beside the window, as in the authors' code. Their budget contains the window
-  too.
+- b counts the entries beside the window, as in the authors' code; the option `budget` contains the
+  window, there as here.
 - A head is a key/value head. Its window scores are the mean over its group of query heads.
 
 NVIDIA/kvpress has another floor: each head keeps its f·b highest entries; the others are ranked

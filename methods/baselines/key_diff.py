@@ -29,7 +29,7 @@ def likeness(layer: Slots) -> Tensor:
     scale = k.norm(dim=-1).clamp_(min=1e-12).reciprocal_()
     if layer.ragged:  # empty slots take no part in the mean
         scale.masked_fill_(layer.pos == NEVER, 0)
-    scale = scale.unsqueeze(2)  # no normalized copy of k: each step
+    scale = scale.unsqueeze(2)  # saves a normalised copy of k at each step
     return (scale @ k @ k.mT).mul_(scale).squeeze(2)
 
 

@@ -15,8 +15,9 @@ Differs from the paper:
   before it. As there, a piece scores only the entries that it repeats. The softmax covers the first
   4 tokens (there the system prompt), these entries and the piece.
 - There the system prompt always stays, and in NVIDIA/kvpress the first 4 tokens of a chat template.
-  Here no entry is protected, so a question at the prompt's end may be lost.
-- New tokens after the prompt are appended.
+  Here no entry is protected by default, so a question at the prompt's end may be
+  lost.
+- As there, new tokens after the prompt are appended.
 
 Ours: `kvzip_recent` also keeps the 8 newest entries of each head, within the budget.
 """

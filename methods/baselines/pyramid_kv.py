@@ -1,8 +1,8 @@
 """PyramidKV: a budget that shrinks with depth (Cai et al., arXiv 2406.02069).
 
-Lower layers spread their attention over many tokens; upper layers concentrate it on a few. So lower
-layers get more entries. The number of entries beside the window falls linearly from the first layer
-to the last. Its mean over the L layers is SnapKV's number.
+In the paper's models lower layers spread their attention over many tokens; upper layers concentrate
+it on a few. So lower layers get more entries. The number of entries beside the window falls
+linearly from the first layer to the last. Its mean over the L layers is SnapKV's number.
 
     b_l = b_max − l · (b_max − b_min) / (L − 1),   b_min = (b − w)/β,   b_max = 2 (b − w) − b_min
 

@@ -13,7 +13,7 @@ they are rounded per token: a group is up to 32 channels of one entry.
 
 Differs from KIVI's code:
 - Tokens after the prompt stay exact. There they are rounded, too, once they fill groups.
-- All of the prompt is rounded. There its newest R tokens stay exact.
+- All of the prompt is rounded. There its newest tokens stay exact, up to R of them.
 - A head's last group of keys may be short.
 - Codes are packed bit by bit, so a 3-bit code takes 3 bits.
 
@@ -112,7 +112,7 @@ def check_head_dim(D: int):
 
 
 class RoundedSlots(PackedSlots):
-    """Packed slots whose keys and values are codes of few bits, from the prompt's end on."""
+    """Packed slots that store the keys and values of a prompt in few bits from its end on."""
 
     def __init__(
         self,
@@ -279,4 +279,4 @@ class RoundedSlots(PackedSlots):
         return late.masked_fill(empty, -torch.inf)
 
 
-variants = {}  # no method: a store for any of them, as in kvzip@4
+variants = {}  # no method: a store for those without their own, as in kvzip@4

@@ -8,7 +8,7 @@ high score survive too. Each head keeps the entries with the highest scores, and
 
 Differs from the paper:
 - The window has 32 queries and the max-pool width 7, as in CriticalKV's experiments (arXiv
-  2502.03805, Algorithm 2). The authors' code has an average pool of 5 and a window of 32 (64 by its
+  2502.03805). The authors' code has an average pool of 5 and a window of 32 (64 by its
   class default).
 - The query heads of a group share an entry, so its score is their mean.
 """

@@ -6,8 +6,8 @@ most recent tokens, and evicts everything between.
 
     S_t = {0 … s−1} ∪ {t−(b−s)+1 … t}
 
-Differs from the paper: the prompt is read with full attention and compressed at its end, so all
-methods here compress the same cache. After that one token leaves for each new token.
+Differs from the paper: the prompt is read with full attention and compressed at its end, as
+with most methods here. After that one token leaves for each new token.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """Ours: semantic chunks. ChunkKV with chunks that end where a line, sentence or clause ends.
 
-With half of the entries they find most facts of four numbers on all three decoders (claim C1).
+With half of the entries, query-aware, they find most facts of four numbers on all three decoders
+(claim C1).
 
 Such chunks differ in length, so a chunk's score is the mean of its tokens' window scores. The
 scores are pooled first, so a token beside a cut counts on both sides of it. The method needs
@@ -22,7 +23,7 @@ from nanollm.window import Selection, Window, WindowMethod
 
 @dataclass(frozen=True)
 class SemanticChunks(Chunks):
-    """Select chunks by their mean score. A chunk longer than the whole budget is split."""
+    """Select chunks by their mean score. A chunk longer than the room beside the window is cut."""
 
     chunk_size: int = 32  # most tokens per chunk (chosen on our own tasks)
     score: str = "mean"

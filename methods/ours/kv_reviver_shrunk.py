@@ -1,7 +1,8 @@
 """Ours, beyond KVReviver: three ways to read the sketch back with less noise.
 
 Even the last is of little use. If exact tokens take the sketch's bytes, the KL is lower on SmolLM2
-at all keep ratios; on the small decoders it differs little, or rises (claims R4 and R7).
+at all keep ratios; on the small decoders it is higher with a sixteenth of the entries (claims R4
+and R7).
 
 Mean (`MeanReviver`): a query reads the mean of the tokens in a slot, not their sum, which estimates
 none of them. Their number costs no bytes: it follows from the indices of all vague tokens. Else all
@@ -11,9 +12,9 @@ which is near 0.
 Signed (`SignedReviver`): keys get signs, as values do. Estimates are then right on average over the
 hashes. Without signs, the keys' common mean is added once for every token in a slot.
 
-Shrunk (`ShrunkReviver`): the mean of the vague tokens is stored exactly, and the sketch stores each
-token's difference from it. An estimate is shrunk towards the mean; the more tokens share a slot,
-the more it is shrunk (a Wiener filter). With a tokens on b slots per row:
+Shrunk (`ShrunkReviver`): the mean of the vague tokens is stored exactly, and the sketch is read as
+sums of the tokens' differences from it. An estimate is shrunk towards the mean; the more tokens
+share a slot, the more it is shrunk (a Wiener filter). With a tokens on b slots per row:
 
     k̂_J = mean + median_i(g_i(J) S_i[h_i(J)]) / (1 + variance of the median · (a − 1)/b)
     v̂_J likewise
@@ -22,8 +23,8 @@ On average over the hashes, the squared error is at most that of the mean alone.
 holds by construction, for any vectors. A single token may have a larger error, and swaps leave
 errors in the sketch.
 
-One row: without a median, reading is linear. So a new token can attend to the slots directly, and
-no token is read back.
+One row, signed or shrunk: without a median, reading is linear. So a new token can attend to the
+slots directly, and no token is read back.
 """
 
 from collections.abc import Iterable
@@ -121,7 +122,7 @@ class SignedSketch(Sketch):
 
 
 class ShrunkSketch(SignedSketch):
-    """A signed sketch of the differences from the exact mean."""
+    """A signed sketch, read as one of the differences from the exact mean."""
 
     def __init__(
         self,

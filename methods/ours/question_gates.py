@@ -17,7 +17,8 @@ first and the newest entries of every head; with a thirty-second of 512 tokens, 
 budget. Here only the first always stays.
 
 The training begins with gates that imitate KVzip on a few texts. Its questions are those of
-lab/lessons.py. A question that the full cache cannot answer does not teach.
+lab/lessons.py; lab/teach.py adds yours. A question that the full cache cannot answer does not
+teach.
 
 Nearest in print, where the parts come from:
 - DuoAttention (arXiv 2410.10819): synthetic questions behind long texts teach a frozen decoder's
@@ -159,7 +160,7 @@ def chosen(
     recent: int,
     tau: float = 2.0,
 ) -> Tensor:
-    """Return keep (B, L, H, T) from scores s (B, L, H, T); the derivative is the one above.
+    """Return keep (B, L, H, T) from scores s (B, L, H, T); its derivative is at the file's top.
 
     The first `sinks` and the newest `recent` entries of each head always stay, and at least
     one more on average.
@@ -239,8 +240,8 @@ def taught(
 ) -> dict:
     """Return gates (L, n + 1, H), which begin with `gates`, and edges (2, L, H), learned.
 
-    asked: as in `learn_from`; ValueError if the full cache answers none. A step takes one context
-    and one of `shares`. Adam's rates fall from `rate` and `edges_rate` to 0.
+    asked: as in `learn_from`, many; ValueError if the full cache answers none. A step takes one
+    context and one of `shares`. Adam's rates fall from `rate` and `edges_rate` to 0.
     """
     lessons = []
     for x in tqdm(asked, "lessons", leave=False, disable=None):

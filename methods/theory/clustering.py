@@ -12,15 +12,15 @@ drawn with probability ‖v‖²/‖V‖_F².
 n_c is the number of keys in cluster c. τ and z are unbiased, their ratio is not.
 
 For tensor attention (Chen et al., arXiv 2503.11108) the keys are pairs of tokens. Lemma 5.2
-(SubGen2Cache) samples the stream of all pairs: `sub_gen` on `pair_stream`, then `estimate`. New
+(SubGen2Cache) samples the stream of all pairs: `sub_gen` on the pairs, then `estimate`. New
 pairs are formed from every earlier token, so all tokens are stored and the memory grows. Lemma 5.1
 (SubGen4Cache) samples one stream for each side of a pair; `crossed` combines the two samples:
 
     τ = Σ_{left, right samples} n_c/t · n_c'/t · e^⟨q, k₁ ∘ k₂⟩
     and the same for z and the draws of both sides
 
-`sizes` computes the constants of both lemmas (claims T9 and T10). `most_clusters` repairs section
-6: in few dimensions keys form few clusters, so memory stops growing (T11 and T12).
+`sizes` computes the constants of both lemmas (claims T9 and T10). `most_clusters` repairs Lemma
+5.4: in few dimensions keys form few clusters, so memory stops growing (T11 and T12).
 
 Differs from the papers:
 - Lemma 5.1 gives no algorithm, so `crossed` is ours.

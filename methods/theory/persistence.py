@@ -95,9 +95,9 @@ def rollout(
     n must be at least 2 and below T.
 
     budget: number of keys that a step attends to, |Ŝ_t|; None: all. This is Algorithm 2 with m = 1:
-        each step evicts the entry with the lowest score, then attends to the rest. The first step
-        evicts as many as necessary. The mass lost is Σ_{j∉Ŝ_t} β_{t,j} over all tokens so far
-        (Eq. 9).
+        a step with more keys evicts the one with the lowest score, then attends to the rest. The
+        first step evicts as many as necessary. The mass lost is Σ_{j∉Ŝ_t} β_{t,j} over all tokens
+        so far (Eq. 9).
     strength (T,): v_j. Weights are β_{t,j} ∝ v_j instead of a softmax, as Theorem B.2 assumes.
         Their ranking is the same at every step.
     normalise: divide new tokens by their norms, as Theorem B.1 assumes. Theorem B.2 assumes it too,

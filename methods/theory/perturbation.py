@@ -1,8 +1,7 @@
-"""Compute CriticalKV's L and its bounds, and compare selections of entries by them.
+"""Compute CriticalKV's L and its bound θ, and compare selections of entries by them.
 
 The paper is arXiv 2502.03805 (claims P1 to P4, P6, P9). L is the change of a head's output after
-eviction. θ, θ̂ and θ̂_relax bound it. Docstrings say where a theorem needs a condition or another
-sign.
+eviction. θ bounds it. The looser θ̂ and θ̂_relax are in tests/methods/theory/test_perturbation.py.
 
 Weights A and norms ‖𝒱‖₁ are (..., n). A set of entries is a mask (..., n); its weight must be above
 0.

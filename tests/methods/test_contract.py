@@ -1,11 +1,11 @@
-"""One contract for every method of methods/ on every store that it can use.
+"""One contract for the methods of methods/, on their own stores or on plain, packed, rounded slots.
 
 A method decides which entries stay, a store keeps them. Cases are named as on the command line:
-snap_kv, ada_kv+critical, and snap_kv@4, whose entries have 4 bits from the prompt's end on.
+snap_kv, ada_kv+critical, and snap_kv@4, which stores the prompt in 4 bits from its end on.
 
 Each layer of a decoder is fed its own random q, k and v. `read` shows what a store holds. Outputs
 are compared with attention over it by definition, and its entries with the text. Which entries a
-method has to keep, a loop in its own test file or in test_window_methods.py says.
+method has to keep, its own test file or test_window_methods.py says.
 """
 
 from contextlib import suppress
@@ -108,7 +108,7 @@ def model_of(dtype):
 
 @once
 def options_of(dtype) -> dict:
-    """Return budgets, and the options that methods measure on a decoder."""
+    """Return small budgets, and random numbers for what methods learn from a decoder."""
     g = torch.Generator().manual_seed(3)
     inputs = (H * G + 2 * H) * D
     gates = torch.randn(LAYERS, inputs + 1, H, generator=g)
@@ -350,7 +350,7 @@ def check_entries(
 
 @each(BUDGETED)
 def test_slots_never_exceed_the_budget_and_bytes_say_so(name):
-    """All layers and heads together never hold more than the budget, but for appended tokens."""
+    """From the prompt's end on, all heads together hold at most the budget and appended tokens."""
     for cut in (WHOLE, PIECES) if name in METHODS else (WHOLE,):
         caches, steps = walk(name, cut)
         for step in steps:
@@ -364,7 +364,7 @@ def test_slots_never_exceed_the_budget_and_bytes_say_so(name):
             assert layer.bytes()[1] == sum(memory(layer).values())
 
 
-# the decoder's, a method's, and what a step leaves
+# the decoder, the method, a sketch's hashes and signs, and what a step leaves
 NOT_COUNTED = {
     "model",
     "method",
@@ -470,7 +470,7 @@ def test_of_tokens_that_nobody_looks_at_the_newest_stay(name):
 
 @each(BUDGETED, "@2")
 def test_a_conversation_is_compressed_after_each_turn(name):
-    """After each turn the budget holds, and attention is exact on what is held."""
+    """After each turn the budget holds, and attention is exact, unless a method refuses it."""
     caches, _ = run(name, (PROMPT, 2))
     for start, stop in ((32, 40), (40, 42), (42, 50)):
         begin_turn(caches)
@@ -489,7 +489,7 @@ def test_a_conversation_is_compressed_after_each_turn(name):
 
 @each([*METHODS, *ROUNDED], "@2")
 def test_a_prompt_of_one_token(name):
-    """Little or nothing is cached when the prompt ends, and later tokens fill the budget."""
+    """One token is cached when the prompt ends, and later tokens fill the budget."""
     _, steps = run(name, [1] * (BUDGET + 3), prompt=1)
     for step in steps if name in SHOWN else ():
         for layer, y in enumerate(step.y):

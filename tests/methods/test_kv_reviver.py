@@ -1,4 +1,4 @@
-"""Compare KVReviver with loops; check its hashes, its layers' budgets and its options."""
+"""Compare KVReviver with loops; check its hashes, its sums and a small budget."""
 
 from itertools import combinations, product
 import math
@@ -80,7 +80,7 @@ WALKS = [
 @pytest.mark.parametrize("walk, changed", WALKS)
 @pytest.mark.claim("R2", "R3")
 def test_the_store_is_the_loop_at_every_step(walk, changed, note):
-    """Exact and vague tokens, outputs, scores, sketch and bytes equal the loop's."""
+    """Exact and vague tokens, scores, sketch and bytes equal the loop's."""
     note("R2", walks=len(WALKS))
     check_walk(KVReviver, walk, changed)
 
@@ -104,7 +104,7 @@ def test_seed_and_layer_decide_the_hashes_also_after_one_token():
     def buckets(seed):
         options = dict(budget=24, vague=0.2, slack=2, rows=1, seed=seed)
         caches = make_cache(decoder(), KVReviver, **options)
-        # nothing is cached yet when the prompt ends
+        # one token is cached when the prompt ends
         generate(decoder(), TOKENS[:, :1], 30, caches)
         J = torch.arange(30).view(1, 1, -1)
         return [str(layer.sketch.bucket(J).tolist()) for layer in caches]

@@ -143,7 +143,7 @@ class Watched(BudgetSlots):
 
 @pytest.mark.claim("S2")
 def test_a_stream_never_exceeds_the_budget_at_any_moment(note):
-    """Neither do slots, bytes and attended keys; late tokens cost as much as early ones."""
+    """Slots, bytes and attended keys keep to the budget; late tokens see as many as early ones."""
     budget, m = 64, 20
     n = 1000
     method = Scissorhands(budget=budget, at_a_time=m, history=100)

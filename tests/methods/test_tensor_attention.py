@@ -70,7 +70,7 @@ def text(integer=False):
     q = random(B, N, H * G, D, seed=0).transpose(1, 2)
     k = random(B, N, H, 2 * D, seed=1).transpose(1, 2)
     v = random(B, N, H, 2 * D, seed=2).transpose(1, 2)
-    if integer:  # exact in float32; most exps overflow, or all exps of a query are 0
+    if integer:  # exact in float32; many exps overflow, or all exps of a query are 0
         return (8 * q).round(), (3 * k).round(), v
     return q, k, v
 

@@ -1,4 +1,4 @@
-"""Window methods keep what loops written from their papers keep, in every shape of prompt."""
+"""Window methods keep what loops written from papers and definitions keep, in many prompts."""
 
 from functools import partial
 

@@ -16,7 +16,7 @@ GATES = torch.randn(L, N + 1, H, generator=torch.Generator().manual_seed(0))
 
 @torch.no_grad()
 def projections(model, tokens):
-    """Return each layer's queries, keys and values before rotation, from its weights: (B, T, n)."""
+    """Return queries, keys and values before rotation, from the weights: (L, B, T, n)."""
     found = []
 
     def note(module, inputs, output):

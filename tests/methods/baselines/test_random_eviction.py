@@ -11,7 +11,7 @@ from nanollm.generate import generate
 
 
 def reservoir(q, k, parts, budget, seed):
-    """Vitter's reservoir: keep the highest of all priorities drawn so far."""
+    """A reservoir sample: keep the highest of all priorities drawn so far."""
     generator = torch.Generator().manual_seed(1000 * seed)
     drawn = torch.empty(B, H, 0)
     for part in parts:

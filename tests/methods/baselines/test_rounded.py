@@ -66,7 +66,7 @@ def text():
 
 
 def read(n, method=None, **options):
-    """Return a store that has read n tokens, and rounded them."""
+    """Return a store that has read n tokens, and with `bits` has rounded them."""
     store = partial(RoundedSlots, **options) if options else None
     layer = alone(method, store=store)
     feed(layer, text(), n)
@@ -104,7 +104,7 @@ def test_entries_are_those_of_the_method_rounded_by_loops(Method, bits):
 
 
 def read_wide(dtype):
-    """Return a store with 64 channels that has read 70 tokens, and q, k, v of one more.
+    """Return a store with 64 channels that has read 70 tokens, and q, k, v of 71.
 
     As in real decoders, some channels of the keys are always large.
     """

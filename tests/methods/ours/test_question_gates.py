@@ -1,4 +1,4 @@
-"""Check the training of gates by questions: choice and derivative; it evicts for real."""
+"""Check the training of gates by questions: choice, derivative, losses, and what is learned."""
 
 import math
 from types import SimpleNamespace

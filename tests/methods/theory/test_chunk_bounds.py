@@ -168,7 +168,7 @@ def asked(task):
 
 
 def answered(Method, task="needle", place=None, **options):
-    """Return the share of documents whose question is answered, query-aware."""
+    """Return the share of the documents' questions that are answered, query-aware."""
     batch, recordings = asked(task)
     if place is not None:
         stated = torch.from_numpy(batch.stated)

@@ -218,7 +218,7 @@ def standard_error(q, ks, vs, s):
     ],
 )
 def test_at_the_lemmas_sizes_the_error_is_that_of_the_draws(claim, eps, part, note):
-    """Four tight clusters a side; a `part` of the draws that the lemma needs."""
+    """Four tight clusters a side; `part` times fewer samples and draws than `sizes` asks for."""
     cluster = torch.arange(12) % 4
     ks = []
     vs = []

@@ -126,7 +126,7 @@ def test_every_bit_comes_back_from_four_matrices_within_the_margins(note):
 
 @mark.claim("T6")
 def test_bob_reads_the_rows_that_are_kept_and_guesses_the_others(note):
-    """One bit for each number of V₁ is enough."""
+    """One bit for each stored number is enough."""
     n, d = 32, 2048
     bits, keys = deal(n, d)
     for kept, precision in (32, 1), (16, None), (8, 1):
@@ -191,7 +191,7 @@ def test_bits_survive_relative_noise_as_long_as_the_margins_do(factor, note):
 def spread_out(n, d, most, generator):
     """Return n unit vectors (n, d), no two with a cosine above `most`; and the largest cosine.
 
-    With C = ln(4n)/(1 − cosine) every other key weighs less than 1/4n of Bob's own. Some e^d of
+    With C = ln(4n)/(1 − cosine) every other key weighs at most 1/4n of Bob's own. Some e^d of
     them fit if most² = 1 − 1/e², so most = 0.93 (Gilbert and Varshamov).
     """
     keys = torch.empty(0, d, dtype=F64)

@@ -90,7 +90,7 @@ def test_the_median_of_three_varies_no_more_than_one_if_symmetric(half):
 @mark.parametrize("ratio, N", [(0.1, 600), (1, 120), (20, 12)])  # a/N and N
 @mark.claim("R6")
 def test_squared_errors_of_numbers_of_mean_0(ratio, N):
-    """Above one token a slot, reading 0 has a smaller error, and one row is better than three."""
+    """From one token a slot on, reading 0 has a smaller error, and one row is better than three."""
     a = round(ratio * N)
     x = unit(a, 32)
     one = squared(SignedSketch, 1, N, x, 100)
