@@ -7,7 +7,7 @@ from course.functions import emptied, needed
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "LICENSE", "requirements.txt", "nanollm/held_out", "nanollm/tiny"
-COMMAND_LIST = "nanollm/__main__.py"  # imports every command; a copy has compare, and ask, which lab/question_file.py imports
+COMMAND_LIST = "nanollm/__main__.py"  # imports every command; a copy has compare, and its import ask
 COMMANDS = (COMMAND_LIST, "lab/compare.py", "methods/baselines/snap_kv.py", "course/__main__.py",
             "course/grader.py")
 
