@@ -102,7 +102,7 @@ def runner(send: Callable[[str, bytes], dict], trace: bool) -> Callable:
 
 
 def plain(text: str) -> str:
-    """Return at most 5000 characters, all printable: none can move a terminal's cursor."""
+    """Return at most 5000 characters, printable or line ends: no terminal's control codes."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}"
                    for c in text.strip()[:5000])
 

@@ -7,7 +7,7 @@ from course.functions import emptied, needed
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "LICENSE", "requirements.txt", "nanollm/held_out", "nanollm/tiny"
-COMMAND_LIST = "nanollm/__main__.py"  # imports every command; a copy has one of them, compare
+COMMAND_LIST = "nanollm/__main__.py"  # imports every command; a copy has compare, and its import ask
 COMMANDS = (COMMAND_LIST, "lab/compare.py", "methods/baselines/snap_kv.py", "course/__main__.py",
             "course/grader.py")
 
@@ -16,7 +16,7 @@ def make(folder: Path, assignments: list[str]):
     """Write the copy to `folder`, which must not exist or must be empty.
 
     The copy holds the emptied functions, the imports of handouts and public tests, and the methods that the
-    written questions compare. It leaves out kernels, other tests, notebooks and results.
+    written questions compare. It leaves out kernels, other tests, other notebooks and results.
     """
     import nbformat  # here, because it and jupytext take seconds to import
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

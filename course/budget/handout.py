@@ -162,7 +162,7 @@ check("slips")
 # %% [markdown]
 # ## 7. `repaired_bound` (2 points, check `repaired`)
 #
-# Write a bound that holds for n draws of which the largest βn, a whole number, stay. Two things may go wrong: the sum of all draws may be far too small, or too few draws may lie below the threshold of β′ = (β − ε)/(1 − ε). `failure(beta, k, u, eps, n)` in the file bounds the probability that one of them does.
+# Write a bound that holds for n draws of which the largest βn, a whole number, stay. Two things may go wrong: the sum of all draws may be too small, or too few draws may lie below the threshold of β′ = (β − ε)/(1 − ε). `failure(beta, k, u, eps, n)` in the file bounds the probability that one of them does.
 #
 # - If both go well, the lost fraction is at most `tail_mass` at β′, divided by 1 − ε.
 # - In any case it is at most 1 − β: the smallest (1 − β)n of n numbers never hold more of the sum.

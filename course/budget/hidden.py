@@ -41,7 +41,7 @@ def by_token(q, k, v, budget, recent, m, worth):
 
 
 def everywhere(q, k, v, pieces, budget, recent, m, worth):
-    """Return by_token of all rows and heads: outputs, positions after each piece, weights of all steps."""
+    """Return by_token of all rows and heads: outputs, positions after each piece, entries and weights."""
     B, H, G = *k.shape[:2], q.shape[1] // k.shape[1]
     y, ends = torch.zeros_like(q), [sum(pieces[:i + 1]) - 1 for i in range(len(pieces))]
     kept, weights = [[] for _ in ends], []

@@ -90,7 +90,7 @@ def evicted(slots, budget, recent, **state):
 
 
 def h2o(q, k, v, budget, recent, pieces):
-    """Feed a prompt in pieces, then single tokens. Return the positions after each step, and all outputs."""
+    """Feed a prompt in pieces, then single tokens. Return all outputs, and the positions from its end on."""
     layer, outputs, positions = Slots(H2O(budget=budget, recent=recent)), [], []
     prompt = sum(pieces)
     for start, n in starts([*pieces, *[1] * (q.shape[2] - prompt)]):

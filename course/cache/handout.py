@@ -3,7 +3,7 @@
 #
 # **3 to 5 hours; 16 points by tests, and 3 for the written question.**
 #
-# H2O deletes three quarters of a prompt's entries and still labels all 32 few-shot prompts correctly. Deleting as many at random leaves 0.59 of the labels (32 documents: `python -m nanollm --methods full random h2o --keep 25`). Here you write the cache that makes such methods possible, and then H2O itself.
+# H2O deletes three quarters of a prompt's entries, and the small decoder here still labels all 32 few-shot prompts correctly. Deleting as many at random leaves 0.59 of the labels (32 documents: `python -m nanollm --methods full random h2o --keep 25`). Here you write the cache that makes such methods possible, and then H2O itself.
 #
 # ## The idea
 #
@@ -70,11 +70,11 @@ check = checker("cache")
 #
 # A query sees a slot if the slot's position is at most its own.
 #
-# `slot_pos` is (B, H, S): the slots' positions, in any order. If all heads hold the same tokens it is (B, 1, S). `pos` is (B, T) or (1, T): the queries' positions; a single row serves the whole batch. Return a mask, (B, H, T, S), or (B, 1, T, S) if neither `slot_pos` nor `bias` has more than one head.
+# `slot_pos` is (B, H, S): the slots' positions, in any order. If all heads hold the same tokens it may be (B, 1, S). `pos` is (B, T) or (1, T): the queries' positions; a single row serves the whole batch. Return a mask, (B, H, T, S), or (B, 1, T, S) if neither `slot_pos` nor `bias` has more than one head.
 #
 # - `bias` is `None`: the mask is `torch.bool`, true where the query sees the slot.
 # - `bias` is (B, H, S), a number to add to each slot's score: the mask is (B, H, T, S) and has the dtype of `bias`. It holds the slot's bias where the query sees the slot, and −∞ elsewhere.
-# - `sliding` is not graded. A layer that attends to the newest tokens alone gives it: then a query at `pos` does not see slots before `sliding.first(pos)`.
+# - `sliding` is not graded. A layer that does not attend to all earlier tokens gives it: then a query at `pos` does not see slots before `sliding.first(pos)`.
 #
 # Example: slots at 0 5 2 7 and a query at 4 give 1 0 1 0.
 #
@@ -142,7 +142,7 @@ check("keep")
 # %% [markdown]
 # ## 5. `Slots.drop` (2 points)
 #
-# After each generated token one slot must go. `keep` would copy the whole cache. `drop` evicts one slot of each head in place.
+# H2O evicts one slot after each generated token. `keep` would copy the whole cache. `drop` evicts one slot of each head in place.
 #
 # `i` is (B, H, 1): the slot to evict. Move the last slot *in use* into the hole, in every per-slot tensor. If the evicted slot is the last one, nothing moves. `self.length` falls by one, `self.seen` stays, and the buffers remain the same tensors.
 #
@@ -173,7 +173,7 @@ check("indices")
 # - Of equal scores, keep the newest token: the one with the largest position, wherever it lies.
 # - Keep an empty slot only if the head has fewer tokens than the budget, whatever the empty slot's score. It stays empty; you may pass `keep` its index or −1. If `self.ragged` is false, no slot is empty.
 # - Do nothing if at most `budget` slots are in use. Otherwise `budget` slots are in use afterwards, in any order.
-# - If exactly one slot is too many and the store is not ragged, call `self.drop`, which allocates nothing. Otherwise call `self.keep`.
+# - If exactly one slot is too many and the store is not ragged, call `self.drop`, which makes no new buffers. Otherwise call `self.keep`.
 # - Before anything else, raise a `ValueError` if `score` has a wrong shape. `check_score(score, self.pos.shape)` raises it.
 #
 # Example: scores 5 1 9 1 at positions 0 3 2 1, budget 3. One of the two slots with score 1 leaves: the older, at position 1.

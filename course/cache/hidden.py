@@ -240,7 +240,7 @@ def test_none(run):
 @problem("drop")
 @pytest.mark.parametrize("slack", [0, 1, 4])
 def test_a_slot_of_each_head(run, slack):
-    """Batch 2, another slot in each head: the last slot moves in every tensor; the buffers stay the same."""
+    """Batch 2, each head drops its own slot: the last moves in every tensor; the buffers stay the same."""
     before, i = slots(0, shuffled(0, 2, 3, 5)), drawn(1, 2, 3, 1, values=5)
     got = run("dropped", slots=before, i=i, slack=slack, seen=20)
     for name, x in before.items():

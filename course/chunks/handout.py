@@ -7,7 +7,7 @@
 #
 # ## The idea
 #
-# The observation window, the last tokens of the prompt, gives each earlier token a **window score**: the attention that its queries pay to it. SnapKV keeps the tokens with the highest window scores. ChunkKV cuts the prompt into chunks of `chunk_size` tokens and sums the window scores of each chunk. It keeps whole chunks, highest sum first.
+# The observation window, the last tokens of the prompt, gives each earlier token a **window score**: the attention that its queries pay to it. SnapKV keeps the tokens with the highest window scores. ChunkKV cuts the prompt into chunks of `chunk_size` tokens and sums the window scores of each chunk. It keeps the chunks with the highest sums.
 #
 # **Example.** Eight tokens, chunks of three, budget 4.
 #
@@ -16,7 +16,7 @@
 # | window score | 1 | 0 | 2 | 0 | 4 | 0 | 3 | 1 |
 # | chunk | 1 | 1 | 1 | 2 | 2 | 2 | 3 | 3 |
 #
-# The chunk scores are 3, 4 and 4. Chunks 2 and 3 are equal. In this repository the *newest* always wins a tie, so the ranking is 3, 2, 1.
+# The chunk scores are 3, 4 and 4. Chunks 2 and 3 are equal. Here the *newest* wins a tie, so the ranking is 3, 2, 1.
 #
 # - **Filled up** (`cut_to`): chunk 3 takes two places. Two are left for the three tokens of chunk 2, so its first two stay. The cache keeps tokens 3, 4, 6 and 7.
 # - **Whole chunks only** (`fit`): chunk 3 stays. Neither chunk 2 nor chunk 1 fits into the two places left. The cache keeps tokens 6 and 7; two places stay empty. (`fit` returns chunks, not tokens.)

@@ -51,7 +51,7 @@ def attention(q, k, v, pieces, scale=None):
 
 
 class Largest(TorchDispatchMode):
-    """Records the size of the largest tensor made meanwhile; a view counts by its own size."""
+    """Records the size of the largest tensor made meanwhile; a view by its size, at most its storage's."""
     numbers = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

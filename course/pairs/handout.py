@@ -3,7 +3,7 @@
 #
 # **3 to 4 hours; 18 points by tests, and 4 for the written question.**
 #
-# Tensor attention looks at *pairs* of tokens. A cache that stores all pairs of 512 tokens takes 136 MB; a cache that stores the tokens takes 0.53 MB and gives the same outputs. The paper calls this a trade-off: less memory, more work. You will find that no pair ever has to be formed.
+# Tensor attention looks at *pairs* of tokens. For one head of 64 numbers in float32, a cache that stores all pairs of 512 tokens takes 136 MB; a cache that stores the tokens takes 0.53 MB and gives the same outputs. The paper calls this a trade-off: less memory, more work. You will find that no pair ever has to be formed.
 #
 # ## The idea
 #
@@ -80,7 +80,7 @@ check("dense")
 #
 # A pair is as late as its later token, so query t sees the pairs of all tokens up to its own, in order of arrival. Do not compare `pos`. The outputs must not depend on how the tokens are split into pieces.
 #
-# Example: two tokens, queries of zeros, all values 1 and 2. Token 0 sees one pair, with the value 1. Token 1 sees the four pairs 1 2 2 4: their mean is 2.25.
+# Example: two tokens, queries of zeros; both values of token 0 are 1, those of token 1 are 2. Token 0 sees one pair, with the value 1. Token 1 sees the four pairs 1 2 2 4: their mean is 2.25.
 #
 # <details><summary>Hint</summary><code>q.view(B, H, G, T, D)</code> separates the groups. Query t sees <code>self.length - T + t + 1</code> tokens. <code>chunk(2, -1)</code> splits [k₁ | k₂].</details>
 
@@ -152,7 +152,7 @@ check("alice")
 #
 # Return `Game(read, zero, one)`. `separation(n, distortion(keys), C, four)` bounds what Bob reads for a 0 and for a 1; `four` is true if k has 2d columns. Noise loosens the bounds: `zero` is 1 + η times the first number, `one` is 1 − η times the second.
 #
-# Example: n = 2, the keys (1, 0), (0, 1), bits 1 0 / 0 1 in four matrices, C = 2 ln 2. With Bob's own token there are nine pairs. Two of them begin with the token he asks for and weigh 4, the other seven weigh 1. So he reads 8/15 for the 1 and 2/15 for the 0.
+# Example: n = 2, the keys (1, 0), (0, 1), bits 1 0 / 0 1 in four matrices, C = 2 ln 2. With Bob's own token there are nine pairs. The token he asks for is first in two pairs with Alice's tokens; these weigh 4, the other seven 1. So he reads 8/15 for the 1 and 2/15 for the 0.
 
 # %%
 check("play")

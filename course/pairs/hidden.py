@@ -253,7 +253,7 @@ def test_keys_in_float32(run):
 @problem("play")
 @pytest.mark.parametrize("C", [None, 1.5])
 def test_four_matrices(run, C):
-    """Random numbers in all four matrices: Bob's readings, `zero`, `one`; Alice's cache stays unchanged."""
+    """Random numbers in all four matrices: Bob's readings, `zero`, `one`; no question stays in the cache."""
     n, d = 5, 6
     keys = drawn(140, n, d) / 4
     k, v = drawn(141, n, 2 * d), drawn(142, n, 2 * d)

@@ -188,7 +188,7 @@ def test_what_alice_stores(run):
 
 @problem("play")
 def test_one_round(run):
-    """Keys e₁ e₂, C = 2 ln 2 by default. Of nine pairs two begin with Bob's row and weigh 4; the others 1."""
+    """Keys e₁ e₂, C = 2 ln 2 by default. Of nine pairs two weigh 4, the others 1."""
     one = torch.ones(2, 2, dtype=torch.float64)
     k, v = torch.cat((KEYS, one), 1), torch.cat((BITS.double(), one), 1)
     got = run("play", k=k, v=v, keys=KEYS)
@@ -219,7 +219,7 @@ def test_noise(run):
 
 @problem("play")
 def test_evicted(run):
-    """Alice keeps the second of two tokens. Bob reads four pairs: its bits 0 1 give 1/4 and 4/7."""
+    """Alice keeps the second of two tokens. Bob reads four pairs: its bit 1 as 1/4, then as 4/7."""
     one = torch.ones(2, 2, dtype=torch.float64)
     k, v = torch.cat((KEYS, one), 1), torch.cat((BITS.double(), one), 1)
     got = run("play", k=k, v=v, keys=KEYS, C=math.log(4), kept=tensor([1]))

@@ -3,7 +3,7 @@
 #
 # **3 to 4 hours; 18 points by tests, and 4 for the written question.**
 #
-# Most methods forget the tokens that they evict. KVReviver adds them up, many tokens into one slot, and reads them back. With the paper's budget there are 31 tokens for each slot of memory. Can any of them still be read? You will compute the answer, then measure it.
+# Most methods forget the tokens that they evict. KVReviver adds them up, many tokens into one slot, and reads them back. If a quarter of the entries is the budget, and a tenth of it the sketch, as in the paper, there are 31 tokens for each slot of the sketch. Can any of them still be read? You will compute the answer, then measure it.
 #
 # ## The idea
 #
@@ -143,7 +143,7 @@ check("load")
 # %% [markdown]
 # ## 7. `MeanSketch.means` (2 points)
 #
-# The paper's keys have no signs. A slot of 300 keys holds their sum, about 300 times as long as a key. Dividing by the count costs no memory, because the reader knows all tokens in the sketch.
+# The paper's keys have no signs. A slot of 300 keys holds their sum, 300 times their mean. Dividing by the count costs no memory, because the reader knows all tokens in the sketch.
 #
 # `J` (B, H, a) holds all tokens in the sketch. Return `self.x`, (B, H, r·b, 2D), with every slot divided by the number of its tokens in that text and head. Divide values as well, though they are signed sums. Leave a slot without tokens as it is. Return the dtype of `self.x`; do not change `self.x`. Count and divide in float32 at least, because 16 bits cannot count large slots. For 16-bit numbers the last digit does not matter.
 #
@@ -185,9 +185,9 @@ check("shrink")
 # **Before you run the cells, write down** what you expect, and why:
 #
 # 1. From which load a/N on is the signed sketch worse than the mean alone, by your `collision_variance`? Do keys exceed this theory, and do values?
-# 2. The paper gives a tenth of a quarter of the entries to the sketch. What is the load (problem 6), and which error does the theory predict?
+# 2. The paper gives a tenth of the budget to the sketch. Let the budget be a quarter of the entries. What is the load (problem 6), and which error does the theory predict?
 # 3. The load doubles, from 10.67 to 21.33. By how much does the error of unsigned keys (*paper*) grow, and by how much that of signed keys?
-# 4. Which of the four is built never to be above 1 on average, for keys and values? (With one row this holds exactly, with three nearly.) Which error do you expect of it at the load of question 2? In the last cell: does it bring the predictions nearer to the full cache's than *forgets* does, which spends all bytes on exact tokens, and does it find more labels?
+# 4. Which of the four is built never to be above 1 on average, for keys and values? (With one row this holds exactly, with three nearly.) Which error do you expect of it at the load of question 2? In the last cell: does it bring the predictions nearer to the full cache's than *forgets* does, which has no sketch, and does it find more labels?
 #
 # Your prediction:
 #
@@ -223,7 +223,7 @@ for N in (768, 384, 192, 96, 48, 24, 15):
     print(row)
 
 # %% [markdown]
-# The last cell, under a minute, compares caches that all have the bytes of a quarter of the entries. *forgets* is KVReviver without a sketch: all bytes hold exact tokens. *paper* has three rows, *shrunk* one. *h2o*, for comparison, keeps the tokens with the most attention. *KL* measures how far predictions move from the full cache's, in nats, mean over 32 texts: lower is better. *labels* is the fraction of 48 few-shot prompts answered. In brackets: the difference to *forgets* ± its standard error, taken text by text. Believe a difference of more than two standard errors.
+# The last cell, under a minute, compares caches that have the bytes of a quarter of the entries. *forgets* is KVReviver without a sketch: its bytes hold exact tokens, and the scores of all. *paper* has three rows, *shrunk* one. *h2o*, for comparison, keeps a quarter of the entries, those with the most attention and the newest; its sums take bytes beside. *KL* measures how far predictions move from the full cache's, in nats, mean over 32 texts: lower is better. *labels* is the fraction of 48 few-shot prompts answered. In brackets: the difference to *forgets* ± its standard error, taken text by text. Believe a difference of more than two standard errors.
 
 # %%
 from methods.baselines.h2o import H2O

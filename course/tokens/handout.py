@@ -3,7 +3,7 @@
 #
 # **3 to 5 hours; 15 points by tests, and 3 for the written question.**
 #
-# SnapKV throws away fifteen of every sixteen entries and still answers all 32 prompts that hide a fact, if the question is part of the prompt (`python -m nanollm --methods full snap_kv --keep 6.25`). Here you write it, and two methods that try to choose better: AdaKV and CriticalKV.
+# SnapKV throws away fifteen of every sixteen entries, and the small decoder here still answers all 32 prompts that hide facts, if the question is part of the prompt (`python -m nanollm --methods full snap_kv --keep 6.25`). Here you write it, and two methods that try to choose better: AdaKV and CriticalKV.
 #
 # ## The idea
 #
@@ -19,7 +19,7 @@
 # | window scores, head 0 | 5 | 4 | 3 | 0 |
 # | window scores, head 1 | 6 | 1 | 0 | 1 |
 #
-# - **SnapKV**: two per head. Head 0 keeps 0 and 1. Head 1 keeps 0 and, of the equal tokens 1 and 3, the newest: 3. In this repository the newest always wins a tie.
+# - **SnapKV**: two per head. Head 0 keeps 0 and 1. Head 1 keeps 0 and, of the equal tokens 1 and 3, the newest: 3. Here the newest wins a tie.
 # - **AdaKV**: four in all. The four highest window scores are 6, 5, 4 and 3: three in head 0, one in head 1. With a **floor** of ½, half of the budget is dealt evenly, one per head. The other half follows the scores: 1.5 and 0.5. The sums 2.5 and 1.5 round down to 2 and 1. One entry is left. Both remainders are ½, so the lower head gets it: 3 and 1.
 # - **CriticalKV**, in head 0: half of the budget goes by window scores alone, to token 0. Let the sizes of the values be 1, 1, 2, 9. The products are 5, 4, 6, 0. Token 0 is already in, so the other half goes to token 2. SnapKV would have kept token 1.
 #
@@ -100,7 +100,7 @@ check("top")
 # 2. Head h should get exactly f · m + (1 − f) · n_h. Round down.
 # 3. Hand out what is missing to H · m, one each, to the heads with the largest remainders (the parts cut off). Of equal remainders, prefer the *smaller* head index.
 #
-# Read `floor` as `Fraction(str(floor)).limit_denominator(10**6)`: 0.2 is exactly 1/5, and 0.3333333333333333 is 1/3. In floats, 0.2 · 5 + 0.8 · 10 may fall just below 9. Equal remainders must be equal.
+# Read `floor` as `Fraction(str(floor)).limit_denominator(10**6)`: 0.2 is exactly 1/5, and 0.3333333333333333 is 1/3. In floats, 0.3 · 3 + 0.7 · 3 falls just below 3. Equal remainders must be equal.
 #
 # Example: f = 0.2, m = 2, three heads with n_h = 4 1 1. Exactly: 3.6 1.2 1.2. Rounded down: 3 1 1. One is missing, and head 0 has the largest remainder: 4 1 1.
 #

@@ -197,7 +197,7 @@ def test_l1(run, B, H, G, n, D, d, dtype):
 @problem("norms")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_in_32_bits(run, dtype):
-    """Values of 16 bits: sum over d in 32 bits, so that 4099 ones are 4099, not 4096 or ∞."""
+    """Values of 16 bits: sum over d in 32 bits, so that 4099 ones are 4099, not 4096 or 4100."""
     got = run("value_norms", v=torch.ones(2, 1, 3, 1, dtype=dtype), w_o=torch.ones(4099, 2, 1, dtype=dtype))
     same(got, torch.full((2, 1, 2, 3), 4099.0), "the norms")
 
@@ -266,7 +266,7 @@ def test_by_stages(run, alpha, budget, kernel, how):
 @problem("critical")
 @pytest.mark.parametrize("budget", [100, tensor([[100, 7], [0, 3]])])
 def test_budgets_of_heads(run, budget):
-    """A budget per row and head, as AdaKV gives it: ⌊α · budget⌋ of each; 0.29 of 100 is 29."""
+    """One budget, or one per row and head as in AdaKV: ⌊α · budget⌋ of each; 0.29 of 100 is 29."""
     scores, v = drawn(3, 2, 2, 1, 120).double().exp(), drawn(4, 2, 2, 123, 3).double()
     w_o, budgets = drawn(5, 4, 2, 3).double(), torch.as_tensor(budget).expand(2, 2)
     for b in range(2):

@@ -19,7 +19,7 @@ def test_keys_alike(run):
 
 @problem("window_scores")
 def test_two_query_heads(run):
-    """D = 4, w = 1. Query head 0 is zero: 1/3 1/3. Head 1 has the products ln 3, 0 and 0: 3/5 1/5."""
+    """D = 4, w = 1. Query head 0 is zero: 1/3 1/3. Head 1 has the scores ln 3, 0 and 0: 3/5 1/5."""
     q, k = tensor([0., 1]).view(1, 1, 2, 1, 1), tensor([log(3) / 2, 0, 0]).view(1, 1, 3, 1)
     got = run("window_scores", q=q.expand(1, 1, 2, 1, 4), k=k.expand(1, 1, 3, 4))
     same(got, tensor([[[[1 / 3, 1 / 3], [3 / 5, 1 / 5]]]]), "the window scores", atol=1e-6)

@@ -142,7 +142,7 @@ def test_a_submission_costs_no_other_its_points(tmp_path):
 @mark.slow
 @mark.parametrize("name", ASSIGNMENTS)
 def test_right_solutions_pass_and_wrong_ones_are_caught(name, monkeypatch):
-    """Hidden tests catch every mistake; public tests catch some of each problem, but not all.
+    """Hidden tests catch all mistakes; public tests some of each problem, not all of an assignment.
 
     Every test refuses the function that students get.
     """
