@@ -11,8 +11,8 @@ one method and a store for each layer; the decoder calls `store.attend(q, k, v, 
         method.observe   look at the probabilities
         store.evict      after the prompt
 
-A subclass may override these names; no method here overrides more than five. Whether it does, only
-`appends` below asks, and lab/methods_by_name.py for `calibrate`:
+A subclass may override these names; a method here overrides at most five of them. Only `appends`
+below and lab/methods_by_name.py (for `calibrate`) ask whether it does:
 
     Method.watch       how many of the latest queries' probabilities `observe` receives
     Method.entry       numbers stored with each entry
