@@ -135,7 +135,7 @@ class RoundedSlots(PackedSlots):
         later = self.length - self.longest
         if later or not self.packed:
             self.pack(self.pos != NEVER)
-        if self.packed and self.counts.any():
+        if "k" in self.packed and self.counts.any():
             self.round()
 
     def round(self):
@@ -152,8 +152,8 @@ class RoundedSlots(PackedSlots):
             rounded.append(quantise(keys, self.bits, 0))
         self.add_codes("k", *map(torch.cat, zip(*rounded)))
 
-        channels = min(GROUP, v.shape[1])
-        v = v.unflatten(1, (-1, channels))  # (entries, groups of channels, channels)
+        # (entries, groups of channels, channels)
+        v = v.unflatten(1, (-1, min(GROUP, v.shape[1])))
         self.add_codes("v", *quantise(v, self.bits, 2))
 
     def add_codes(

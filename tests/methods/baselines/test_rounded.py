@@ -171,6 +171,8 @@ def test_nothing_may_be_left_of_the_prompt():
 def test_later_turns_are_rounded_too_and_keys_and_values_cannot_be_changed():
     layer = read(20, bits=4)
     begin_turn([layer])
+    end(layer)  # a turn without tokens
+    begin_turn([layer])
     feed(layer, text(), 25)
     end(layer)
     assert layer.new("k").numel() == 0
