@@ -97,6 +97,7 @@ def test_a_text_begins_with_bos_if_the_checkpoint_s_texts_do(capsys):
             "h2o needs --budget: how many entries each key/value head may",
         ),
         ("--method h2o --budget 0 x", "budget 0 must"),
+        ("--method snap_kv --budget 9 --window 9 x", "must exceed the window"),
         ("--method full@2 --budget 5 x", "full@2 has no budget; leave --budget"),
         ("--file text.txt x", "give the text or --file text.txt, not both"),
         ("--file text.txt", "No such file"),

@@ -1,11 +1,12 @@
 """Which tokens caches hold, exact or rounded, and how many slots they have."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 
 from common import TOKENS, decoder
-from lab.kept import held, slots_per_head
+from lab.kept import full_cache_bytes, held, slots_per_head
 from methods.baselines.h2o import H2O
 from methods.baselines.rounded import RoundedSlots
 from nanollm.cache import Method, Slots, compress, make_cache
@@ -41,6 +42,14 @@ def test_a_head_holds_the_tokens_whose_positions_it_has():
         for row, own in zip(layer.pos.flatten(0, 1), heads.flatten(0, 1)):
             assert own.nonzero().flatten().tolist() == sorted(row.tolist())
     assert held(caches, 10).equal(found[..., :10])
+
+
+def test_a_layer_that_slides_holds_what_it_sees():
+    config = SimpleNamespace(n_layers=3, n_kv_heads=2, head_dim=4)
+    windows = [None, SimpleNamespace(size=5), None]
+    model = SimpleNamespace(config=config, windows=windows)
+    for tokens, held in (3, 9), (7, 19):
+        assert full_cache_bytes(model, tokens, 2) == 32 * held
 
 
 def test_rounded_entries_count_as_exact_ones_do():

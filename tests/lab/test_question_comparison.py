@@ -88,9 +88,10 @@ def test_a_run_goes_on_with_what_its_file_lacks(checkpoint, capsys, monkeypatch)
     assert asked.pop() == (3, ["full", "h2o"])
     main(arguments(checkpoint, "--methods h2o key_diff --keep 50 --resume"))
     assert asked == [(1, ["key_diff"]), (3, ["key_diff"]), (5, ["key_diff"])]
+    words = arguments(checkpoint, "--methods h2o --resume")
+    refused(capsys, [*words, "--window", "9"], "with window 8, not 9")
     write(LINES[:4])
-    message = "measured with questions q.jsonl, crc32"
-    refused(capsys, arguments(checkpoint, "--methods h2o --resume"), message)
+    refused(capsys, words, "measured with questions q.jsonl, crc32")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_a_run_goes_on_with_what_its_file_lacks(checkpoint, capsys, monkeypatch)
             "--against key_diff is not among the methods",
         ),
         ("--keep 0", "--keep is 0"),
-        ("--resume --json new.json --seed 3", "--seed is of the tasks"),
+        ("--seed 3", "--seed is of the tasks"),
         ("--keep 0.1 --methods h2o", "h2o at 0.1 % of .* tokens: budget 0"),
         ("--methods h2o --json q.jsonl", "holds something else than the records"),
         ("--methods h2o --csv q.jsonl", "holds something else than the records"),

@@ -66,8 +66,9 @@ def test_a_text_is_read_once_and_each_question_is_answered_as_alone(
         expected.append(ENCODING.decode(written[0, prompt.shape[1] :].tolist()).strip())
     assert ask(model, words, TEXT, questions, "kvzip", 0.5, 6) == expected
     detach(model)
-    with raises(ZeroDivisionError), compressed(model, context, "kvzip") as memory:
+    with raises(ZeroDivisionError), compressed(model, context, budget=9) as memory:
         ask(model, words, TEXT, questions[:1], new=1)  # leaves the model attached
         assert hasattr(model, "attachment")
-        assert memory.seen and 1 / 0
+        assert memory.caches[0].method.budget == 9
+        assert 1 / 0
     assert not hasattr(model, "attachment")

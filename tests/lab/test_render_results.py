@@ -47,10 +47,8 @@ def test_of_a_failed_command_the_stored_rows_stay(monkeypatch, stored):
         render_results.main(["--check"])
     with pytest.raises(SystemExit, match="unknown section 'nope'"):
         render_results.main(["first", "nope"])
-    sections["first"] = "first", "another command", "What to see."
-    with pytest.raises(
-        SystemExit, match="first.json is of .* not of `another command`"
-    ):
+    sections["first"] = "first", "python", "What to see."
+    with pytest.raises(SystemExit, match="first.json is of .* not of `python`"):
         render_results.main([])
 
 

@@ -20,7 +20,7 @@ from methods.baselines.snap_kv import SnapKV
 from lab.one_page import PAGE
 from lab.methods_by_name import Variant, pick
 
-METHODS = pick([])
+METHODS = pick([]) | pick(["snap_kv@3", "snap_kv@4"])
 
 
 @fixture(scope="module")
@@ -76,14 +76,14 @@ def test_a_state_that_a_file_cannot_hold_is_named(model, tmp_path):
 
 
 def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
-    used, _ = read(model, METHODS["snap_kv"])
+    used, _ = read(model, METHODS["snap_kv@4"])
     file, turned, other = tmp_path / "page.cache", from_hf(TINY), from_hf(TINY)
     save(used, file, version=7)  # a note does not change the header
     turned.config.rope_theta = 1e4  # the same weights
     other.embed.weight.data[0] += 1
     whole, options = file.read_bytes(), header(file)["options"]
 
-    def fresh(model, name="snap_kv", **changed):
+    def fresh(model, name="snap_kv@4", **changed):
         return caches_of(model, METHODS[name], **options | changed)
 
     save_file(dict(x=torch.ones(2)), tmp_path / "weights")
@@ -96,6 +96,7 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
         (fresh(model, "ada_kv"), whole, "is of SnapKV with"),
         (fresh(model, budget=41), whole, "these caches are SnapKV with .*41"),
         (fresh(model, "snap_kv+critical"), whole, "caches are SnapKV with .*Critical"),
+        (fresh(model, "snap_kv@3"), whole, "Slots', 'bits': 4}, and .* 3}"),
         (used, whole, "have seen 120 tokens"),
         (None, (tmp_path / "weights").read_bytes(), "page.cache is not a saved cache"),
         (None, whole[:500], "page.cache is not a saved cache"),
@@ -184,6 +185,8 @@ def test_a_page_is_compressed_once_and_asked_later(
     assert f"{file.stat().st_size:,} bytes" in output
     tokens = int(output.split()[0])
     assert header(file)["options"]["budget"] == round(tokens / 4)
+    full = tokens * 6 * 3 * (2 * 32 * 4 + 4)
+    assert f"bytes, {100 * file.stat().st_size / full:.1f} % of a full" in output
     assert "tokens read and compressed" in output
     page.unlink()
     with monkeypatch.context() as patch:

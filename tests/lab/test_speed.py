@@ -11,6 +11,7 @@ from lab import speed
 
 def test_a_row_for_every_batch_and_method(checkpoint, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(speed, "SHORT", 0)
+    monkeypatch.setattr(speed, "bandwidth", lambda: 1)
     file = tmp_path / "rows.json"
     options = "--methods snap_kv full@2 --lengths 140 --batches 1 2 --rounds 1"
     words = f"--model {checkpoint} {options} --json {file}"
@@ -21,7 +22,8 @@ def test_a_row_for_every_batch_and_method(checkpoint, monkeypatch, capsys, tmp_p
     names = "full", "snap_kv", "full@2"
     floors = [(B, "floor") for B in (1, 2)]
     assert measured == [(B, name) for B in (1, 2) for name in names] + floors
-    rows = rows[:-2]
+    *rows, one, two = rows
+    assert two["step"] - one["step"] == 2 * 2 * 140 * 2 * 8 * 4  # of one prompt
     assert all(row["end"] > 0 and row["step"] > 0 for row in rows)
 
 

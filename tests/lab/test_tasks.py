@@ -77,6 +77,7 @@ def test_pairs_are_determined_by_its_facts(pairs, questions):
         places = np.flatnonzero(row.roles == FACT)
         assert len(places) == places[-1] - places[0] + 1  # one block
         table = dict(re.findall(r"(\w+): (\d{4})", row.facts))
+        assert len({*table.values()}) == pairs
         keys = keys_of(row.questions, r"\nQ: (\w+): ")
         assert len(table) == pairs
         assert len(keys) == questions

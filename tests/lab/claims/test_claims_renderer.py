@@ -34,7 +34,7 @@ def recorded():
     [
         ([HOLDS, HOLDS, HOLDS, HOLDS], HOLDS),
         ([HOLDS, HOLDS, HOLDS, UNFIT], HOLDS),
-        ([OPEN, HOLDS, NOT, HOLDS], "holds at 25 and 6.25 %"),
+        ([OPEN, HOLDS, UNFIT, HOLDS], "holds at 25 and 6.25 %"),
         ([HOLDS, HOLDS, NOT, HOLDS], "holds at 50, 25 and 6.25 %"),
         ([OPEN, OPEN, NOT, UNFIT], NOT),
         ([OPEN, UNFIT, OPEN, OPEN], OPEN),
