@@ -88,15 +88,6 @@ def test_no_part_is_large(folders, most):
     assert sum(size(file)[0] for file in files) <= most
 
 
-def test_lines_have_at_most_100_columns():
-    wide = []
-    for file in [file for pattern in AIR for file in ROOT.glob(pattern)]:
-        longest = max(file.read_text().splitlines(), key=len, default="")
-        if len(longest) > 100:
-            wide.append((file.name, longest))
-    assert not wide
-
-
 @pytest.mark.parametrize("folder", ["nanollm", "methods"])
 def test_there_is_no_walrus(folder):
     for file in ROOT.glob(f"{folder}/**/*.py"):

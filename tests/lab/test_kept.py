@@ -48,8 +48,8 @@ def test_a_layer_that_slides_holds_what_it_sees():
     config = SimpleNamespace(n_layers=3, n_kv_heads=2, head_dim=4)
     windows = [None, SimpleNamespace(size=5), None]
     model = SimpleNamespace(config=config, windows=windows)
-    for tokens, held in (3, 9), (7, 19):
-        assert full_cache_bytes(model, tokens, 2) == 32 * held
+    for tokens, entries in (3, 9), (7, 19):
+        assert full_cache_bytes(model, tokens, 2) == 32 * entries
 
 
 def test_rounded_entries_count_as_exact_ones_do():
