@@ -2,15 +2,15 @@
 
 from collections import defaultdict
 import csv
-from importlib import import_module
 import json
 import re
 import shutil
+import tomllib
 
 from pytest import approx, fixture, mark, raises
 from torch import tensor
 
-from course import command
+from course import command, expect
 from course.assignments import ASSIGNMENTS, PROBLEMS
 from course.expect import Wrong, same
 from course.functions import emptied, imported, place, spliced
@@ -147,9 +147,10 @@ def test_right_solutions_pass_and_wrong_ones_are_caught(name, monkeypatch):
     Every test refuses the function that students get.
     """
     packed_faster(monkeypatch)
-    run, wrong, everywhere = direct(name), import_module(f"wrong.{name}").WRONG, []
+    run, everywhere = direct(name), []
+    wrong = tomllib.loads((ROOT / f"tests/helpers/wrong/{name}.toml").read_text())
     problems = {problem.name: problem for problem in ASSIGNMENTS[name].problems}
-    assert {problem for problem, *_ in wrong} == problems.keys()
+    assert wrong.keys() == problems.keys()
     for problem, each in problems.items():
         public, hidden = (
             [*cases(f"{name}.{problem}", file).values()]
@@ -161,18 +162,23 @@ def test_right_solutions_pass_and_wrong_ones_are_caught(name, monkeypatch):
             for test in public + hidden:
                 assert "NotImplementedError" in str(failure(test, run)), problem
         by_public = []
-        for _, mistake, old, new in (x for x in wrong if x[0] == problem):
-            with planted(each, with_mistake(each, old, new)):
+        for x in wrong[problem]:
+            with planted(each, with_mistake(each, x["old"], x["new"])):
                 by_public.append(any(failure(test, run) for test in public))
-                assert any(failure(test, run) for test in hidden), (problem, mistake)
+                assert any(failure(test, run) for test in hidden), (problem, x)
         assert any(by_public) and len(by_public) >= 3, problem
         everywhere += by_public
     assert not all(everywhere)
 
 
-def test_a_number_of_another_kind_is_wrong():
+def test_a_number_and_an_error_of_another_kind_are_wrong():
+    def fails(call):
+        raise Wrong("KeyError: 'ValueError'")
+
     with raises(Wrong, match="the count: expected 3, got 3.0"):
         same(3.0, 3, "the count")
+    with raises(Wrong, match="expected a ValueError, got KeyError"):
+        expect.raises(fails, "drop()")
     with raises(Wrong):
         same(tensor(9.0), tensor(7.0), "no share of 7", atol=0.5)
 

@@ -8,7 +8,7 @@ import torch
 from common import ENCODING
 from lab.kept import held
 from lab.one_page import PAGE, QUESTION, answer, check_length, marked, pieces, prompt
-from methods.baselines.h2o import H2O
+from methods.baselines.snap_kv import SnapKV
 from nanollm import TINY
 from nanollm.__main__ import main
 from nanollm.cache import compress, crop, make_cache
@@ -43,9 +43,10 @@ def test_the_last_token_is_fed_after_the_compression(model):
     assert tokens[0].tolist() == both
     assert cuts == dict(aware=len(both) - 1, agnostic=len(page))
     for cut in cuts.values():
-        caches = make_cache(model, H2O, budget=40)
+        options = dict(budget=40, window_size=3)
+        caches = make_cache(model, SnapKV, **options)
         kept, written = answer(model, tokens, cut, caches, 3)
-        by_hand = make_cache(model, H2O, budget=40)
+        by_hand = make_cache(model, SnapKV, **options)
         model(tokens[:, : cut + (cut == cuts["aware"])], by_hand)
         crop(by_hand, cut)
         compress(model, tokens[:, :cut], by_hand)

@@ -47,6 +47,8 @@ def test_texts_and_chats_are_encoded(file):
     model, encoding = loading.load(file)
     assert encoding.n_vocab == model.config.vocab_size == len(PIECES)
     assert encoding.bos == 3
+    written(file, "llama", bos | {"tokenizer.ggml.pre": "llama-bpe"})
+    assert loading.load(file)[1].bos == 3
     for text in "the the\n", "é 12", "<|im_end|>":
         assert encoding.decode(encoding.encode_ordinary(text)) == text
     expected = [PIECES.index("x"), PIECES.index("Ġthe")]
