@@ -124,10 +124,11 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm teach",
-        description="Teach question_gates with a file of questions.",
+        description="Teach question_gates with a file of questions, and write the gates into "
+        "--calibration FOLDER, which must be given.",
     )
     option = parser.add_argument
-    option("--questions", type=Path, required=True, metavar="FILE", help="as in README")
+    option("--questions", type=Path, required=True, metavar="FILE", help="file of questions, as in README.md")
     option(
         "--start",
         type=Path,

@@ -15,7 +15,7 @@ WRONG = [
     ),
     (
         "hash",
-        "adds the last coefficient after the modulo",
+        "adds each coefficient after the modulo",
         "(f * token + c) % PRIME",
         "f * token % PRIME + c",
     ),
@@ -80,7 +80,7 @@ WRONG = [
     ("load", "leaves out the 1", "1 + (1", "(1"),
     (
         "load",
-        "returns the lower bound 1/β",
+        "returns the lower bound 1/budget",
         "1 + (1 - budget) / (vague * budget)",
         "1 / budget",
     ),
