@@ -128,7 +128,13 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "--calibration FOLDER, which must be given.",
     )
     option = parser.add_argument
-    option("--questions", type=Path, required=True, metavar="FILE", help="file of questions, as in README.md")
+    option(
+        "--questions",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file of questions, as in README.md",
+    )
     option(
         "--start",
         type=Path,
