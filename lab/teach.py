@@ -124,17 +124,10 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm teach",
-        description="Teach question_gates with a file of questions, and write the gates into "
-        "--calibration FOLDER, which must be given.",
+        description="Teach question_gates a file of questions; --calibration FOLDER gets the gates.",
     )
     option = parser.add_argument
-    option(
-        "--questions",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="file of questions, as in README.md",
-    )
+    option("--questions", type=Path, required=True, metavar="FILE", help="as in README")
     option(
         "--start",
         type=Path,
