@@ -232,8 +232,8 @@ def question_options(parser):
     option(
         "--evict-early",
         action="store_true",
-        help="with --questions: measure each method with a budget also while it evicts after every "
-        "512 tokens of the text; its rows end with _early",
+        help="with --questions: measure each method with a budget, but compactor, also while it "
+        "evicts after every 512 tokens of the text; its rows end with _early",
     )
 
 
