@@ -145,7 +145,7 @@ class Cache:
 class Method:
     """Full attention: every entry stays. A method overrides what it needs."""
 
-    budget: int  # entries that a head may keep
+    budget: int  # entries that a head may keep; with KVzip, on average
 
     def observe(self, cache, p):
         """Look at the attention probabilities p (H, G, T, S) of T new queries."""
@@ -279,7 +279,7 @@ if __name__ == "__main__":
     if budget <= 8:
         parser.error(f"budget {budget} must be above SnapKV's observation window, 8")
 
-    torch.set_num_threads(1)  # the tensors are too small to share
+    torch.set_num_threads(1)  # the tensors are too small to share among threads
     results = {}
     for name, kind in methods.items():
         for aware in (True, False):

@@ -3,7 +3,8 @@
     python docs/annotate.py nano.py    # prints the page as Markdown
 
 A row of the page has words on the left and code on the right. A new row begins at a class, at a
-function, behind one, and at a comment that has lines of its own. Comments behind code stay there.
+function that is in no other, behind one, and at a comment that has lines of its own. Comments
+behind code stay there.
 """
 
 import ast
@@ -20,7 +21,7 @@ RULE = re.compile(r"-{3,} (.*?) -{3,}")  # "---- the methods ----" is a heading
 
 
 def definitions(node, prefix=""):
-    """Yield (name, node) for each class, function and method; not for functions in functions."""
+    """Yield (name, node) for each class, function and method; not for those in functions."""
     for child in node.body:
         if isinstance(child, (ast.ClassDef, *FUNCTION)):
             yield prefix + child.name, child
@@ -54,7 +55,7 @@ def comments(source: str) -> list[tuple[int, list[str]]]:
 
 
 def markdown(lines: list[str]) -> str:
-    """Return words in which only headings, `code`, *emphasis*, lists and indented blocks act."""
+    """Return words as Markdown: RULE makes headings, and HTML and underscores do not act."""
     result = []
     for line in lines:
         if not line.startswith("    "):

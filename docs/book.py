@@ -107,7 +107,7 @@ def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Let links, and paths in `backticks`, lead to pages; other links into the repository."""
+    """Let links, and paths in `backticks`, lead to pages; links to other files into `repo_url`."""
     here = posixpath.dirname(page.file.src_uri)
     pages = {source_of(path): path for path in files.src_uris}
     short = {}  # the names of lessons and of annotated files
@@ -145,7 +145,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_context(context, page, config, nav):
-    """Give a page without neighbours in the navigation the navigation's room."""
+    """Give a page in no section of the navigation the room of the side navigation."""
     if page.parent is None:
         page.meta["hide"] = ["navigation"]
 
@@ -166,8 +166,8 @@ def on_post_template(output_content, template_name, config):
 
 
 def on_post_build(config):
-    """Leave out what no reader's browser asks for."""
+    """Remove source maps, and what the search needs for other languages."""
     site = Path(config.site_dir)
     for path in site.rglob("*.map"):
         path.unlink()
-    shutil.rmtree(site / "assets/javascripts/lunr")  # other languages than English
+    shutil.rmtree(site / "assets/javascripts/lunr")

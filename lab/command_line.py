@@ -37,7 +37,7 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
         default="auto",
         help="number format of weights, keys and values; 4bit: decoding reads the blocks of a "
         "GGUF file as they are; default auto: 4bit for such a file on a CPU with AVX512, "
-        "else float32",
+        "else float32; claims takes float32",
     )
     option(
         "--calibration",

@@ -14,7 +14,8 @@ The table explains its columns. Other commands, each with its own --help:
     python -m nanollm teach            teach gates the kind of your questions
     python -m nanollm claims           test the papers' claims on the decoders that ship, or yours
 
-Methods. Behind a name, +critical adds CriticalKV, and @3 stores what stays in 3 bits:
+Methods. Behind snap_kv, pyramid_kv or ada_kv, +critical adds CriticalKV. Behind all but
+scissorhands, streaming_llm and kv_reviver*, @3 stores what stays in 3 bits:
 
     full                    every entry
     snap_kv                 the entries to which the last queries attend
@@ -27,7 +28,7 @@ Methods. Behind a name, +critical adds CriticalKV, and @3 stores what stays in 3
     kvzip                   what the decoder looks at while it repeats the text; reads twice
     kvzip_recent            as kvzip; the newest entries stay, too
     kvzip_fast              gates that have learned to guess kvzip's choice
-    question_gates          gates that have learned from questions which entries they need
+    question_gates          gates that have learned from questions which entries answers need
     compactor               outliers, and keys that their neighbours attend to
     key_diff                keys that differ most from the mean key
     h2o                     entries with the most attention so far, and the newest
@@ -168,7 +169,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         type=Path,
         default=Path("compare.png"),
         metavar="FILE",
-        help="file for a figure of the first length, .png, .pdf or .svg; default compare.png",
+        help="file for a figure (of the first length), .png, .pdf or .svg; default compare.png",
     )
     command_line.model_options(parser)
     args = parser.parse_args(argv)
@@ -231,8 +232,8 @@ def question_options(parser):
     option(
         "--evict-early",
         action="store_true",
-        help="with --questions: measure each method with a budget also while it evicts after every "
-        "512 tokens of the text; its rows end with _early",
+        help="with --questions: measure each method with a budget, but compactor, also while it "
+        "evicts after every 512 tokens of the text; its rows end with _early",
     )
 
 

@@ -106,8 +106,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     option(
         "--evict-early",
         action="store_true",
-        help="evict after every 512 tokens of the text, so that on average a head never holds more "
-        "entries than its budget and 512",
+        help="evict after every 512 tokens of the text, so that on average a head holds at most "
+        "its budget and 512 entries (more while KVzip rereads)",
     )
     command_line.model_options(parser)
     args = parser.parse_args(argv)

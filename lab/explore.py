@@ -259,8 +259,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm explore",
-        description="Write a web page that shows what each method keeps of a text and what it "
-        "answers. The decoder runs in the page. With --text, the page shows stored results "
+        description="Write a web page that shows what some methods keep of a text and what they "
+        "answer. The decoder runs in the page. With --text, the page shows stored results "
         "instead. docs/index.html is of: python -m nanollm explore --beside smollm2",
     )
     option = parser.add_argument

@@ -124,7 +124,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm teach",
-        description="Teach question_gates with a file of questions.",
+        description="Teach question_gates a file of questions; --calibration FOLDER is required.",
     )
     option = parser.add_argument
     option("--questions", type=Path, required=True, metavar="FILE", help="as in README")

@@ -3,7 +3,7 @@
 #
 # **Question.** A document is read once, and its cache is compressed and kept. Questions come later, and nobody knows them yet. What works on a real model, and what does it cost to read, to keep and to answer?
 #
-# **Read before:** notebooks 00 and 10. **Decoder:** SmolLM2-135M-Instruct, unless another is named. **Time:** half an hour to read, a minute to run.
+# **Read before:** notebooks 00 and 10. **Decoder:** SmolLM2-135M-Instruct, unless another is named. **Time:** half an hour to read, under two minutes to run.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, from its root or from notebooks/
@@ -48,7 +48,7 @@ model, encoding = load("smollm2")
 # %% [markdown]
 # ## What works
 #
-# The question comes after the compression. A point is a method at one keep ratio. To the right are the bytes of its cache after 64 more tokens, in percent of the full 16-bit cache's. Upwards are the answers that it keeps of the full cache's, mean of needles, pairs and labels. White marks read the text twice.
+# The question comes after the compression. A point is a method at one keep ratio; those of *few bits* keep every entry, in 2, 3 or 4 bits. To the right are the bytes of its cache after 64 more tokens, in percent of the full 16-bit cache's. Upwards are the answers that it keeps of the full cache's, mean of needles, pairs and labels. White marks read the text twice.
 #
 # The rows are stored ones of 32 documents a task: of 256 tokens on SmolLM2, of 512 on the small decoders. RESULTS.md has the commands.
 
@@ -79,13 +79,13 @@ handles = axes[0].get_legend_handles_labels()
 figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=8);
 
 # %% [markdown]
-# The grey line is 95 % of the full cache's answers. On SmolLM2 four bits for every token keep as many answers as the full cache, in 49 % of the bytes. Three bits lose a fifth of the needles, and two bits lose two thirds of the answers. Fast KVzip keeps all answers with a quarter of the entries, and 74 % with an eighth. Question gates, below, keep 91 % with an eighth of the entries, and 85 % in four bits. On the small decoders two bits and KVzip in four bits lose less. An accuracy has a standard error of at most 0.09, so a difference of a few percent decides nothing.
+# The grey line is 95 % of the full cache's answers. On SmolLM2 four bits for every token answer no fewer questions than the full cache, in 49 % of the bytes. Three bits lose a fifth of the needles, and two bits lose 64 % of the answers. Fast KVzip keeps 99 % of the answers with a quarter of the entries, and 74 % with an eighth. Question gates, below, keep 91 % with an eighth of the entries, and 85 % in four bits. On the small decoders two bits lose less, and with an eighth of the entries KVzip in four bits does, too. An accuracy has a standard error of at most 0.09, so a difference of a few percent decides nothing.
 #
 # ## Let questions teach the gates
 #
-# Fast KVzip's gates imitate KVzip: they keep what the decoder needs to repeat the text. Most of that no question asks for. `question_gates` starts with such gates. Then a step of the training reads a context, lets the gates keep a quarter of its entries, or an eighth, a sixteenth, a thirty-second, and asks questions. Entries that would have made the right answers likelier get a higher score (the derivative is in `methods/ours/question_gates.py`).
+# Fast KVzip's gates imitate KVzip: they keep what the decoder needs to repeat the text. Most of that no question asks for. `question_gates` starts with such gates. Then a step of the training takes a context, lets the gates keep a quarter of its entries, or an eighth, a sixteenth or a thirty-second, and asks questions. Entries that would have made the right answers likelier get a higher score (the derivative is in `methods/ours/question_gates.py`).
 #
-# The recipe (`lab/lessons.py`) has 72 passages with natural questions, 48 texts with facts that a rule has made (numbers, words, names and dates; in sentences, lists and tables; one answer or several), the tasks of the figure with other words, and once more with words as values, and plain text, whose continuation is the answer. SmolLM2 learns from it once, in up to ten minutes. The gates ship; to make them again, name a folder: `--calibration FOLDER`.
+# The recipe (`lab/lessons.py`) has 72 passages with natural questions, 48 texts with facts that a rule has made (numbers, words, names and dates; in sentences, lists and tables; one answer or several), the tasks of the figure with other words, needles and pairs once more with words as values, passages to copy, and plain text, whose continuation is the answer. SmolLM2 learns from it once, in ten minutes on two cores. The gates ship; to make them again, name a folder: `--calibration FOLDER`.
 #
 # Here *learned* is taught one of these kinds alone: needles, whose values are numbers. Its gates begin as imitations of KVzip. What does it find with a sixteenth of the entries: needles, needles whose value is a word, and pairs? And how far is plain text from the full cache's?
 
@@ -122,11 +122,11 @@ axes[1].plot(steps, kl, "o-", color="0.4")
 axes[1].set(xlabel="steps", ylabel="KL of plain text, nats a token", ylim=(0, 1.3));
 
 # %% [markdown]
-# Sixty steps on 32 texts take the needles found from 0.66 to 1.00. Nobody taught pairs, and they follow. Words follow less far: gates learn what a value looks like, and these have seen numbers alone. So the recipe has words, too, and names and dates. Plain text loses no more than before.
+# Between the first step and the sixtieth, on 32 texts, the needles found rise from 0.66 to 1.00. Nobody taught pairs, and they follow. Words follow less far: gates learn what a value looks like, and these have seen numbers alone. So the recipe has words, too, and names and dates. Plain text loses no more than before.
 #
 # ## What do the gates keep?
 #
-# One page, on SmolLM2. A token is darker if more heads keep it. Both methods keep an eighth of the entries.
+# One page, on SmolLM2. A token is darker if more heads keep it, up to a third of them. Both methods keep an eighth of the entries.
 
 # %%
 PAGE = """The harbour of Velm has a lighthouse of red brick. Marta Olsen built it in 1874, after two
@@ -159,11 +159,11 @@ axes[1].set(xlabel="heads, the fullest first", ylim=(0, None))
 axes[1].legend();
 
 # %% [markdown]
-# Both methods keep the first token, a sink, in a third of the heads or more, and the same few layers hold most entries. KVzip fills its fullest heads and leaves 60 of 90 nearly empty. The gates leave every head a little, most of all the newest tokens.
+# KVzip keeps the first token, a sink, in two thirds of the heads, and the gates keep it in all. With both, the same eight of 30 layers hold most entries. KVzip fills its fullest heads and leaves 60 of 90 nearly empty, with 6 of 178 entries at most. The gates leave most heads more, above all the newest tokens.
 #
 # ## Questions of another kind
 #
-# RULER (Hsieh et al., arXiv 2404.06654) is the field's own test of long contexts, and none of its texts or questions taught these gates. The table has the mean score of five of its tasks on SmolLM2, in percent of the full cache's, ± one standard error. A document has 1,024 tokens. Columns are keep ratios: below 25 %, nearly everything is gone.
+# RULER (Hsieh et al., arXiv 2404.06654) is the field's own test of long contexts, and none of its texts or questions taught these gates. The table has the mean score of five of its tasks on SmolLM2, in percent of the full cache's, ± one standard error. A document has at most 1,024 tokens. Columns are keep ratios.
 
 # %%
 ruler = question_table.frame_of_rows(rows("ruler"))
@@ -171,11 +171,11 @@ scores = question_table.wide(ruler[ruler.setting == "agnostic"], "score")
 print(question_table.shown(question_table.percentages(scores)))
 
 # %% [markdown]
-# With an eighth of the entries, KVzip, its imitation Fast KVzip and the gates keep about the same. With less they part: KVzip keeps what repeats the whole text, and the gates keep what answers. A thirty-second of the entries is 27 tokens a head, and keeps 91 % of the score; stored in four bits (`question_gates@4`), it is 1 % of the full cache's bytes. With so few, several values of one key are lost first (RESULTS.md, `ruler`, multivalue). SnapKV, AdaKV and ChunkKV score the entries by the text's last queries, which do not know what will be asked. Compactor takes keys unlike the others; a quarter of them keeps a third of the score.
+# With an eighth of the entries, KVzip, its imitation Fast KVzip and the gates keep about the same. With less they part: KVzip keeps what repeats the whole text, and the gates keep what answers. With a thirty-second of the entries, some 27 a head, the gates keep 91 % of the score; stored in four bits (`question_gates@4`), this is 1 % of the full cache's bytes, and keeps 89 %. With so few, the gates lose most where one key has several values (RESULTS.md, `ruler`, multivalue). SnapKV, AdaKV and ChunkKV score the entries by the text's last queries, which do not know what will be asked. Compactor takes keys unlike the others, and those that their neighbours attend to; a quarter of them keeps 36 % of the score.
 #
 # ## Where they fail
 #
-# *learned* can complete "The code of KEY is" for four facts of a text. Their values are numbers, words or names of people. The table has the share that is right, for the full cache and with an eighth of the entries.
+# *learned* completes "The code of KEY is" for four facts of a text. Their values are numbers, words or names of people. The table has the share that is right, for the full cache and with an eighth of the entries.
 
 # %%
 kinds = question_table.frame_of_rows(rows("kinds_learned"))
@@ -183,11 +183,11 @@ some = kinds[kinds.keep.isin([100, 12.5])]
 print(some.pivot_table("score", "method", "task", lambda x: f"{x.mean():.2f}", sort=False))
 
 # %% [markdown]
-# The gates keep numbers and words, of which the recipe has many that this decoder answers. They drop names, which KVzip keeps. What the full cache cannot answer does not teach, and of the recipe's texts with names this decoder answers few. On SmolLM2 the gates keep names, in wordings that taught and in others (RESULTS.md, `kinds_smollm2`): they have learned what values look like, more than how one asks.
+# The gates keep numbers and words, of which the recipe has many that this decoder answers. Of names they answer 0.09, KVzip 0.31 and the full cache 0.44. What the full cache cannot answer does not teach, and of the recipe's texts with names this decoder answers few. On SmolLM2 the gates keep names, in wordings that taught and in others (RESULTS.md, `kinds_smollm2`): they have learned what values look like, more than how one asks.
 #
 # ## Why two bits break
 #
-# A rounded key changes every score $q\cdot k/\sqrt D$. An error of $x$ (in nats) multiplies a weight by $e^x$. The cell rounds the keys of one text as `RoundedSlots` does, 32 tokens of a channel in one range, and measures the errors of the last 64 queries' scores, by head. Then it asks which of a head's 64 channels make the error.
+# A rounded key changes every score $q\cdot k/\sqrt D$. An error of $x$ (in nats) multiplies a weight, before the softmax divides it, by $e^x$. The cell rounds the keys of one text as `RoundedSlots` does, 32 tokens of a channel in one range, and measures the errors of the last 64 queries' scores, by head. Then it asks which of a head's 64 channels make the error.
 
 # %%
 text = torch.from_numpy(Tasks(encoding, "test").batch("plain", 0, 1, 512).tokens)
@@ -209,11 +209,11 @@ print("share of the error in a head's worst 1, 4 and 16 of 64 channels:",
       *(f"{share[n - 1]:.2f}" for n in (1, 4, 16)))
 
 # %% [markdown]
-# With two bits, the error of a score has a standard deviation of 0.7 in the median head: one weight in three doubles or halves by chance. In the worst head it is 2.6. Every bit more halves the error, and more. Four of 64 channels make half of it. Rounding only these finely would divide the error by 1.4, where a third bit for all divides it by 2.3.
+# With two bits, the error of a score has a standard deviation of 0.7 in the median head: one weight in three is at least doubled or halved by chance. In the worst head it is 2.6. Each further bit cuts the error to less than half. Four of 64 channels make half of its square. Rounding only these finely would divide the error by 1.4, where a third bit for all divides it by 2.3.
 #
 # ## What it costs
 #
-# Reading includes the compression; an answer costs a step for each token. Both are in units of the full cache, for one text of 512 tokens on one core.
+# Reading includes the compression; an answer costs a step for each token. All three columns are in units of the full cache's, for one text of 512 tokens on one core.
 
 # %%
 def seconds(run, rounds=1):
@@ -240,9 +240,9 @@ for name, variant in pick(NAMES.split()).items():
     print(f"{name:16}", *(f"{x / y:8.2f}" for x, y in zip(found, unit)))
 
 # %% [markdown]
-# KVzip's reread is its price. Gates are learned once, in up to ten minutes. Then reading takes little longer than with the full cache. On this short text, and one core, a step takes about as long as the full cache's, and in four bits longer: weights and small operators take most of the time, heads of different lengths are read one by one, and few bits must become numbers again. Times differ from run to run.
+# KVzip's reread is its price. Gates are learned once, in ten minutes on two cores. Then reading takes little longer than with the full cache. On this short text, and one core, a step takes about as long as the full cache's, and in four bits longer: weights and small operators take most of the time, heads of different lengths are read one by one, and few bits must become numbers again. Times differ from run to run.
 #
-# Where does a step's time go? It reads each weight and each entry once. The decoder's file has 4 bits a weight, and `load` keeps them as they are for steps (`nanollm/block_linear.py`); beside it stands the same decoder in 32 bits. The caches below hold random entries, all of 512 or of 4,096 tokens or a quarter of them. Products with the weights and attention are timed alone; the rest of a step are small operators: norms, rotations, sums, and Python.
+# Where does a step's time go? It reads each weight and each entry once. The decoder's file has 4 bits a weight. On a CPU with AVX512, `load` keeps them as they are for steps (`nanollm/block_linear.py`); on any other CPU both bars below are of 32 bits, and their times differ by chance. The caches below hold random entries, all of 512 or of 4,096 tokens or a quarter of them. Products with the weights and attention are timed alone; the rest of a step are small operators: norms, rotations, sums, and Python.
 
 # %%
 def filled(decoder, n):
@@ -298,14 +298,14 @@ for name, (short, few, long, some) in ms.items():
           f"tokens, {faster[1]:.2f} times after 4,096")
 
 # %% [markdown]
-# In 32 bits a step reads 538 MB of weights, beside which the cache is small. In 4 bits the weights are 100 MB, and after 4,096 tokens attention takes about half of the step: now a quarter of the entries shows most. After 512 tokens it shows little, in either form: weights and small operators do not shrink with the cache. RESULTS.md, `cost`, has the times for 4,096 tokens, and `speed` for eight prompts at once.
+# In 32 bits a step reads 538 MB of weights, and 24 MB of cache after 512 tokens or 190 MB after 4,096. In 4 bits the weights are 100 MB, so the cache takes more of the step, and a quarter of it saves more: SnapKV then makes a step 1.9 times faster after 4,096 tokens, and 1.1 times after 512 (RESULTS.md, `speed`, measured with AVX512). Weights and small operators do not shrink with the cache. RESULTS.md, `cost`, has times in 32 bits, and `speed` also those of eight prompts at once.
 #
 # ## Ask in your own words
 #
 #     python -m nanollm compress --model smollm2 --method question_gates@4 --keep 25 --file TEXT --out text.cache
 #     python -m nanollm ask text.cache "How many steps lead to the lamp?"
 #
-# These commands do what the next cell does. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`). A text may have 8,192 tokens with question and answer. If its whole cache would not fit into memory, `--evict-early` lets `compress` evict after every 512 tokens (RESULTS.md, `early`).
+# These commands do what the next cell does with one method and one question. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`). A text may have 8,192 tokens with question and answer. If its whole cache would not fit into memory, `--evict-early` lets `compress` evict after every 512 tokens (RESULTS.md, `early`).
 
 # %%
 QUESTIONS = ("How many steps lead to the lamp?", "Who is the oldest member of the choir?",
@@ -326,7 +326,7 @@ for name, keep in ("full", 1), (gates, 0.5), (gates, 0.25), ("snap_kv", 0.25):
         print(f"    {question} ▸ {said}")
 
 # %% [markdown]
-# Read the wrong answers. To count them, write the questions into a file, one JSON object a line, and let `python -m nanollm --questions FILE` ask them. It takes any model, method and keep ratio, and questions about as many texts as you like. The cell calls the same command.
+# Read the wrong answers. To count them, write the questions into a file, one JSON object a line, and let `python -m nanollm --questions FILE` ask them. Options choose the model, the methods and the keep ratios, and the questions may be about as many texts as you like. The next cell calls this command.
 
 # %%
 RIGHT = "148", "Hanna Lund", "Pim", "Marta Olsen"
@@ -338,20 +338,20 @@ compare(f"--questions {folder}/velm.jsonl --figure {folder}/velm.png --model smo
         "--dtype float32 --keep 50 25 --methods snap_kv question_gates@4".split())
 
 # %% [markdown]
-# The full cache answers one question of four, so the command says that these cannot judge, and gives no mean. −log p of the right answer still tells something: it moves before an answer turns wrong. Behind the gates it is lower than behind the full cache, and more answers are right: this model has 135 million parameters, and wanders off less if what it reads is what one asks for. The donkey gets the singer's name. Lost entries do not leave a gap. They leave a fluent, wrong sentence, and it looks like the mistakes that the model makes anyway.
+# The full cache answers one question of four. That is less than half, so the command gives no mean. −log p of the right answer still tells something: it moves before an answer turns wrong. Behind the gates it is lower than behind the full cache, and more answers are right: this model has 135 million parameters, and wanders off less if what it reads is what one asks for. The donkey gets the singer's name. Lost entries do not leave a gap. They leave a fluent, wrong sentence, and it looks like the mistakes that the model makes anyway.
 #
 # ## Three things to remember
 #
 # 1. One reading is enough. With an eighth of the entries, gates that have learned from questions answer nine tenths or more of what the full cache answers of the first figure's tasks, on three decoders. Four bits on top cost up to 7 percent of these.
 # 2. What these gates learned carries over to RULER's questions, and to natural ones about other passages (RESULTS.md, `natural`). It need not carry over to yours: ask them, or teach them (`python -m nanollm teach`).
-# 3. Ask your own questions before you trust a share. What is lost comes back as a fluent mistake.
+# 3. Ask your own questions before you trust a keep ratio. What is lost comes back as a fluent mistake.
 #
 # ## Exercises
 #
 # 1. Round the values to two bits and the keys to four. Which task breaks, needles or pairs?
 #    <details><summary>Hint</summary>Change <code>bits</code> in the lines of <code>RoundedSlots</code> that round values (<code>round</code>), pack them (<code>add_codes</code>) and read them (<code>codes</code>).</details>
 # 2. Round the four worst channels of each head to eight bits and the others to two. What does it cost, and what does it save?
-#    <details><summary>Hint</summary>The cell above ranks the channels; <code>rounded</code> takes any part of them.</details>
+#    <details><summary>Hint</summary>The cell of "Why two bits break" ranks the channels; <code>rounded</code> takes any part of them.</details>
 # 3. Teach the gates a kind of your own. Write eight texts or more with a few questions each into a file, as above, and run `python -m nanollm teach --model smollm2 --questions FILE --calibration FOLDER`. What is won on the half that did not teach? What is lost on questions made by rule, and on plain text?
 #    <details><summary>Hint</summary>The command prints all three, before and after. −log p of the right answer tells more than few answers do. With few texts try <code>--steps 60</code>.</details>
 # 4. Which part of the recipe teaches what? Train gates of *learned* without one, in a minute, and ask for needles, pairs and labels as above.

@@ -1,6 +1,6 @@
 // The tokenizer, the decoder and its KV cache, in plain JavaScript. It runs in a web worker, with methods.js.
 //
-// Read it beside nanollm/model.py and nanollm/cache.py; the names are the same. A matrix is a flat array, row
+// Read it beside nanollm/model.py and nanollm/slots.py; many names are the same. A matrix is a flat array, row
 // by row. Each key/value head stores its entries in arrays of its own, so heads may differ in length.
 "use strict";
 
@@ -121,7 +121,7 @@ class Decoder {
   }
 }
 
-// ---- the KV cache, as in nanollm/cache.py -------------------------------------------------------------------
+// ---- the KV cache, as in nanollm/slots.py -------------------------------------------------------------------
 
 // Put softmax(q kᵀ/√D) over the slots of `ranges` into p; return their number. The ranges are [from, to) pairs.
 function probabilities(p, q, at, k, D, ranges) {

@@ -29,7 +29,7 @@ const TOUR = data.live ? [
           cannot know which fact will be needed, drops this one, and answers wrongly.`],
   ["Read twice", {left: "snap_kv", right: "kvzip", keep: 12.5, aware: false},
    () => `KVzip lets the model repeat the text and keeps the entries that it uses for that. Whoever can repeat
-          the text can answer any later question, so the facts stay.`],
+          the text has each of its facts, so the facts stay.`],
   ["Keep everything, in few bits", {left: "kvzip", right: "full@2", keep: 12.5, aware: false},
    () => `Another way keeps every entry but rounds its numbers from 16 to 2 bits. The answer stays right; compare
           the two bars of bytes.`],

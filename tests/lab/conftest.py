@@ -1,4 +1,4 @@
-"""A decoder and a checkpoint that several files share."""
+"""Fixtures of several files: a small decoder, and the folder of a checkpoint."""
 
 from common import checkpoint_of_two_layers, decoder
 import pytest
