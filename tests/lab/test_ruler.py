@@ -7,11 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("lm_eval")  # optional
-
 from common import ENCODING
 from lab import ruler
-from lm_eval.tasks.ruler import niah_utils
 
 TOKENS = 1300
 NEEDLE = "One of the special magic {} for {} is: {}."
@@ -20,6 +17,7 @@ NEEDLE = "One of the special magic {} for {} is: {}."
 @pytest.fixture
 def lines(tmp_path, capsys):
     """Return a function that returns the lines which the command writes."""
+    pytest.importorskip("lm_eval")  # optional
 
     def run(tasks: str, seed: int = 0, documents: int = 2):
         out = tmp_path / "ruler.jsonl"
@@ -36,6 +34,19 @@ def lines(tmp_path, capsys):
 def length(line: dict) -> int:
     ids = ENCODING.encode_ordinary(line["context"] + line["question"])
     return len(ids) + line["max_new_tokens"]
+
+
+def test_a_question_begins_behind_the_example_and_a_reply_has_room(monkeypatch):
+    asked = "Question: Find all variables"
+    made = dict(input=f"{asked} A\nB\n{asked} C", outputs=["1", "2"], gen_prefix="D")
+    monkeypatch.setattr(ruler, "document", lambda *_: made)
+    args = SimpleNamespace(seed=0, tokens=9, reply=None, essays=False)
+    line = ruler.line_of("vt", 0, args, None, [])
+    assert line["context"] == f"{asked} A\nB\n"
+    assert line["question"] == f"{asked} C"
+    assert line["max_new_tokens"] == 30
+    args.reply = 12
+    assert ruler.line_of("vt", 0, args, None, [])["max_new_tokens"] == 36
 
 
 def test_a_line_has_its_fields_and_its_answers_are_in_its_context(lines):
@@ -65,6 +76,8 @@ def test_needles_are_rulers_and_the_haystack_fills_the_length(lines):
 
 def test_the_parts_are_lm_evals_input_and_the_answers_its_outputs(lines):
     x = lines("niah_multikey_2")[1]
+    from lm_eval.tasks.ruler import niah_utils
+
     random.seed("0 niah_multikey_2 1")
     (made,) = niah_utils.generate_samples(
         niah_utils.get_haystack("needle"),
