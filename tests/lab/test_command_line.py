@@ -5,6 +5,7 @@ import re
 import pytest
 
 from commands import in_shell, refused
+from lab.command_line import set_threads
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,14 @@ def test_help_and_mistakes_are_answered_before_torch_is_loaded(argument, code):
     loaded = {line.rpartition("|")[2].strip() for line in lines}
     assert "lab.command_line" in loaded
     assert not loaded & {"torch", "numpy"}
+
+
+def test_threads_are_those_asked_for_or_one_for_small_models(monkeypatch):
+    asked = []
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    for threads, parameters in (3, 10**6), (0, 10**6), (0, 10**9), (3, 10**9):
+        set_threads(threads, parameters)
+    assert asked == [3, 1, 3]
 
 
 def test_an_unknown_command_is_one_line(capsys):

@@ -7,7 +7,8 @@ from pytest import fixture, mark, raises
 from safetensors.torch import save_file
 import torch
 
-from common import caches_of, decoder, tasks
+from commands import refused
+from common import ENCODING, caches_of, decoder, tasks
 from nanollm import LEARNED, TINY
 from nanollm.__main__ import main
 from nanollm.bridge import attach
@@ -203,13 +204,26 @@ def test_a_page_is_compressed_once_and_asked_later(
     ]
 
 
+def test_options_of_compress_and_ask_do_what_they_say(tmp_path, capsys):
+    page, file = tmp_path / "page.txt", tmp_path / "page.cache"
+    page.write_text(PAGE * 3)
+    words = f"compress --file {page} --out {file} --method snap_kv".split()
+    written = []
+    for more in [], [], ["--evict-early"]:
+        main(words + more)
+        written.append(file.read_bytes())
+    assert written[0] == written[1] != written[2]
+    asked = ["ask", str(file), "The code of table is"]
+    main([*asked, "--tokens", "1"])
+    answer = capsys.readouterr().out.rpartition("▸")[2].partition("   [")[0]
+    assert len(ENCODING.encode(answer)) == 1
+    refused(capsys, [*asked, "--model", str(LEARNED)], "another decoder")
+
+
 def test_what_cannot_be_asked_is_one_line(model, tmp_path, capsys):
     save(read(model, METHODS["snap_kv"])[0], tmp_path / "in_python.cache")
     for name, message in (
         ("in_python.cache", "was not written by"),
         ("nowhere", "nowhere"),
     ):
-        with raises(SystemExit):
-            main(["ask", str(tmp_path / name), "The code of table is"])
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and message in error
+        refused(capsys, ["ask", str(tmp_path / name), "The code of table is"], message)
