@@ -124,7 +124,7 @@ class Maker:
         return [self.asked(context, some, facts, form, task) for some in chosen]
 
     def simple(self, tokens: int, form: list[str], value, task: str) -> list[Question]:
-        """Return four questions on four facts of one form, by turns straight and in other words."""
+        """Return four questions on four facts of one form, by turns in its two wordings."""
         told, *questions, lead = form
         facts = [*zip(self.different(self.word, 4), self.different(value, 4))]
         pieces = [told.format(key=key, value=x) for key, x in facts]

@@ -1,8 +1,7 @@
 """The store of a layer that sees the last tokens alone: it keeps those, and no method evicts them.
 
 Gemma 3, Olmo 3 and others have such layers between layers that see everything. What a layer cannot
-see need not be stored, so a method compresses the other layers. KVzip's code does the same, and
-NVIDIA/kvpress for one class of Gemma 3. In all other models kvpress evicts from all layers.
+see need not be stored, so a method compresses the other layers. KVzip's code does the same.
 
     size 4:              the query at 9 sees 6 7 8 9
     size 4 in chunks:    the query at 9 sees 8 9, because chunks begin at 0 4 8

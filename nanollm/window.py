@@ -2,7 +2,8 @@
 
 SnapKV, PyramidKV, AdaKV, CriticalKV and ChunkKV share `WindowMethod` and `Window` (Algorithm 2 of
 CriticalKV, arXiv 2502.03805). methods/baselines/snap_kv.py chooses the entries. The other methods
-build on it and change the number of entries (`budgets`) or the choice (`select`, a `Selection`):
+build on it and change the number of entries (`budgets`), the choice (`select`, a `Selection`) or
+which layers choose (ChunkKV's `reuse`):
 
     make_cache(model, AdaKV, budget=64, select=Critical(alpha=0.25))
 """

@@ -336,7 +336,7 @@ detach(model)
 #
 # A method is one object for the whole model. Its options are dataclass fields. Each layer has a store with slots, which the method receives as `layer`.
 #
-# This method keeps the entries with the largest values, and the 16 newest. It overrides `evict`, which runs when the prompt is compressed and after each later token. A method that looks at queries also has `observe(self, layer, q, p)`. This one needs none. A `Scored` method is shorter: it evicts by its score alone (`methods/baselines/key_diff.py`).
+# This method keeps the entries with the largest values, and the 16 newest. It overrides `evict`, which runs when the prompt is compressed and after each later token. A method that looks at the queries of what is read also has `observe(self, layer, q, p)`. This one needs none. A `Scored` method is shorter: it evicts by its score alone (`methods/baselines/key_diff.py`).
 
 # %%
 @dataclass

@@ -292,7 +292,7 @@ for numbers in (1, 2, 4):
     print(f"value of {2 * numbers} tokens: full cache {whole:.2f}, SnapKV {snap:.2f}")
 
 # %% [markdown]
-# Longer values are harder for the full cache too, since the decoder was trained on values of two tokens. With eight tokens SnapKV loses nearly all. The question's last token looks at the value's beginning, and a pool of 7 reaches three tokens further. The main tables of this repository have short facts and labels only. Chains of facts, counting and instructions are missing.
+# Longer values are harder for the full cache too, since the decoder was trained on values of two tokens. With eight tokens SnapKV loses nearly all. The question's last token looks at the value's beginning, and a pool of 7 reaches three tokens further. The questions of this repository's tables ask for short facts and labels only. Chains of facts, counting and instructions are missing.
 #
 # **Check:** look for answers that are long, many or spread out.
 

@@ -201,7 +201,7 @@ def P13(on: Subject, keep: float) -> Finding:
 
 
 def C1(on: Subject, keep: float) -> Finding:
-    """Count the needles with long values that single tokens and chunks find."""
+    """Measure the share of needles with long values that SnapKV and chunks find."""
     ends = boundaries(on.tasks.encoding, on.model.config.vocab_size)
     methods = {
         "SnapKV": (SnapKV, {}),
@@ -320,7 +320,7 @@ def attended(on: Subject) -> list[tuple[Tensor, Tensor]]:
 
 
 def R9(on: Subject, keep: float) -> Finding:
-    """Measure the later attention to tokens outside H2O's heavy hitters and a random choice."""
+    """Measure later attention to what H2O or chance would evict, and the needles of SnapKV."""
     generator = torch.Generator().manual_seed(on.seed)
     often = []
     for later, score in attended(on):

@@ -7,7 +7,7 @@ most recent tokens, and evicts everything between.
     S_t = {0 … s−1} ∪ {t−(b−s)+1 … t}
 
 Differs from the paper: the prompt is read with full attention and compressed at its end, as
-with most methods here. After that one token leaves for each new token.
+with most methods here. After that, once the budget is full, one token leaves for each new one.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What all commands share, in fresh processes: one-line errors, and quick help."""
+"""What commands share: one-line errors, quick help, and threads."""
 
 import re
 
