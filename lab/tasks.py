@@ -71,7 +71,7 @@ class Tasks:
     your own text around the facts, in place of the split's.
 
     Each task is a method (rng, T, ...) that returns tokens and roles, (T,) each. rng is a NumPy
-    generator. Keys are words (corpus.py); values are four-digit numbers, or words if `numbers` is 0.
+    generator. Keys are words (corpus.py); values have four digits, or are words if `numbers` is 0.
     Training uses no keys, values or lines of the test, and draws other places, labels and orders.
     """
 

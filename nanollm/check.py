@@ -90,7 +90,7 @@ def constructed(Kind: type, options: dict):
 
 
 def check_attend(cache, k: Tensor):
-    """Raise ValueError unless B and H of new keys k (B, H, T, D) fit this cache, and its notes do."""
+    """Raise ValueError unless keys k (B, H, T, D) fit in B and H, and observed tokens are there."""
     looked = cache.notes or cache.method.entry
     if cache.forgotten is not None and looked:
         raise ValueError(
