@@ -49,6 +49,14 @@ def test_a_question_begins_behind_the_example_and_a_reply_has_room(monkeypatch):
     assert ruler.line_of("vt", 0, args, None, [])["max_new_tokens"] == 36
 
 
+def test_the_longest_document_that_fits_is_made(monkeypatch):
+    def made(task, seed, tokens, encode, haystack):
+        return dict(length=5 + len(haystack[0].split()))
+
+    monkeypatch.setattr(ruler, "document", made)
+    assert ruler.longest("vt", "0", 30, None, ["a"] * 99) == dict(length=30)
+
+
 def test_a_line_has_its_fields_and_its_answers_are_in_its_context(lines):
     found = lines(" ".join(ruler.OFFLINE), documents=1)
     assert [x["task"].strip("*") for x in found] == ruler.OFFLINE

@@ -33,11 +33,20 @@ def file(tmp_path, monkeypatch):
 
 
 def test_gates_are_taught_and_judged(file, capsys, monkeypatch):
-    options = ["--questions", str(file), "--calibration", "new", "--steps", "3"]
+    options = f"--questions {file} --calibration new --steps 3 --seed 4".split()
     with pytest.raises(ValueError, match="answers none of the questions"):
         teach.main(options)
     monkeypatch.setattr(question_gates, "HARD", 99)
+    learn = question_gates.taught
+    given = []
+
+    def noted(*args, **more):
+        given.append((more["steps"], more["seed"]))
+        return learn(*args, **more)
+
+    monkeypatch.setattr(question_gates, "taught", noted)
     teach.main(options)
+    assert given == [(3, 4)]
     text = capsys.readouterr().out
     assert "3 contexts of" in text and text.count("taught") >= 5
     judges = sum(contexts(read(file))[1::2], [])
