@@ -95,7 +95,16 @@ def test_processes_measure_the_same_rows_in_the_same_order(checkpoint, monkeypat
     assert compare(checkpoint, options) == rows
 
 
-def test_options_change_the_rows_as_they_say(checkpoint):
+def test_options_change_the_rows_as_they_say(checkpoint, monkeypatch):
+    drawn = []
+    build = comparison.build
+
+    def noted(*given):
+        parts = build(*given)
+        drawn.append(parts[0].batches["needle"].tokens.tolist())
+        return parts
+
+    monkeypatch.setattr(comparison, "build", noted)
     few, h2o, wide = compare(checkpoint, "--methods h2o@2 h2o ada_kv --keep 50")
     assert few["live_16"] < h2o["live_16"]
     assert few["each"]["kl"] != h2o["each"]["kl"]
@@ -105,6 +114,7 @@ def test_options_change_the_rows_as_they_say(checkpoint):
     assert ada_kv["each"]["kl"] != wide["each"]["kl"]
     (other,) = compare(checkpoint, "--methods h2o --keep 50 --seed 7")
     assert other["seed"] == 7
+    assert drawn[0] == drawn[1] != drawn[2]
     assert other["each"]["nll"] == h2o["each"]["nll"]  # texts do not depend on the seed
 
 
@@ -172,10 +182,19 @@ def test_what_cannot_be_learned_is_left_out(checkpoint, learned, monkeypatch, ca
         raise ValueError("this model has no room for two readings")
 
     monkeypatch.setattr(Learned, "calibrate", calibrate)
-    message = "learned: this model has no room for two readings"
-    refused(capsys, arguments(checkpoint, "--methods learned"), message)
+    message = "this model has no room for two readings"
+    Path("text").write_text("A text. " * 20)
+    model = ["--model", str(checkpoint)]
+    for words in (
+        ["--methods", "learned"],
+        "generate --method learned --budget 7 x".split(),
+        "compress --method learned --file text --out page.cache".split(),
+    ):
+        folder = f"for_{words[0]}"
+        refused(capsys, [*words, *model, "--calibration", folder], message)
+        assert Path(folder).is_dir()  # where it would be kept
     main(arguments(checkpoint, "--all"))
-    assert f"left out: {message}" in capsys.readouterr().err
+    assert f"left out: learned: {message}" in capsys.readouterr().err
     assert Learned.made == []
 
 

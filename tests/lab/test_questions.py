@@ -12,7 +12,7 @@ from nanollm import TINY
 from nanollm.bridge import attach, detach
 from nanollm.checkpoint import hf_model
 
-TEXT = "The code of table is 52. The code of river is 18. " * 3
+TEXT = "The code of table is 52. For the question, that of river is 18. " * 3
 
 
 class Words:

@@ -72,6 +72,7 @@ def test_a_value_may_be_a_word(task):
 
 @pytest.mark.parametrize("pairs, questions", [(2, 2), (30, 4)])
 def test_pairs_are_determined_by_its_facts(pairs, questions):
+    asked = set()
     for row in rows("pairs", listed=pairs, questions=questions):
         assert re.fullmatch(rf"(\n [a-z]+: \d{{4}}){{{pairs}}}\n", row.facts)
         places = np.flatnonzero(row.roles == FACT)
@@ -79,9 +80,11 @@ def test_pairs_are_determined_by_its_facts(pairs, questions):
         table = dict(re.findall(r"(\w+): (\d{4})", row.facts))
         assert len({*table.values()}) == pairs
         keys = keys_of(row.questions, r"\nQ: (\w+): ")
+        asked.add([*table].index(keys[0]))
         assert len(table) == pairs
         assert len(keys) == questions
         assert [table[key] for key in keys] == row.answers
+    assert len(asked) > 1
 
 
 def test_training_shares_no_line_and_no_place_with_the_test():
