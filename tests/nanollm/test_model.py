@@ -46,6 +46,13 @@ def test_given_positions_equal_transformers(pair):
     assert (ours(tokens) - want).abs().max() > 1e-2  # the positions matter
 
 
+def test_sixteen_bits_do_not_round_the_angles():
+    model = Decoder(tiny())
+    freq = model.freq.clone()
+    assert model.half().embed.weight.dtype == torch.float16
+    assert model.freq.equal(freq)
+
+
 def test_sequences_end_at_max_len():
     model = Decoder(tiny(family="gpt2"))
     assert model(TOKENS[:, :16]).shape == (2, 16, 61)
