@@ -137,7 +137,7 @@ for dropped in (3, 0):
           f"{values[dropped].abs().sum():.1f}: L = {L:.3f}")
 
 # %% [markdown]
-# Without the largest weight $\mathcal L$ is lower here: its value is zero (claim P1). Does our decoder have such entries? Of all entries before the window with more than 5 % of a head's weight, we take the one with the smallest norm, relative to the head's attention-weighted mean norm:
+# Here $\mathcal L$ is lower without the largest weight than without the smallest: the largest has the value zero (claim P1). Does our decoder have such entries? Of all entries before the window with more than 5 % of a head's weight, we take the one with the smallest norm, relative to the head's attention-weighted mean norm:
 
 # %%
 W_O = torch.stack([block.attention.o.weight for block in model.blocks])  # (L, d_model, heads · D)

@@ -97,7 +97,7 @@ for column, layer in zip(axes.T, (3, 5)):
 figure.colorbar(axes[0, 0].images[0], ax=axes, label="weight, in even shares 1/t");
 
 # %% [markdown]
-# Many keys are dark for one query of a head, hardly any for two. In each panel some heads look at the newest keys. The paper measures this by the *persistence ratio*. Take the tokens of the first half that are pivotal to some query of the second half. The ratio is the share of them that was pivotal to some query of the first half. We have only the paper's appendix; by its restatements elsewhere, the paper finds more than 95 % in most layers.
+# Some keys are dark for one query of a head, hardly any for two. In each panel some heads look at the newest keys. The paper measures this by the *persistence ratio*. Take the tokens of the first half that are pivotal to some query of the second half. The ratio is the share of them that was pivotal to some query of the first half. We have only the paper's appendix; by its restatements elsewhere, the paper finds more than 95 % in most layers.
 #
 # What would chance give? If 98 % of *all* tokens were pivotal once, then about 98 % of tokens chosen at random were, and the ratio says nothing. So the number in brackets is the share of all tokens of the first half that were pivotal in it. The other lines raise the threshold, and ignore queries close behind a token.
 
