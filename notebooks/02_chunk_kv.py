@@ -3,7 +3,7 @@
 #
 # **A cache may keep a part of the prompt: should it choose single tokens, or chunks of neighbouring tokens?**
 #
-# SnapKV and its relatives choose single tokens. **ChunkKV** (arXiv 2502.00299) cuts the prompt into chunks of ten tokens and keeps the best chunks, because a token means little without its neighbours. It also lets neighbouring layers share one choice, and its paper argues that whole chunks help in-context learning.
+# SnapKV, PyramidKV and AdaKV choose single tokens. **ChunkKV** (arXiv 2502.00299) cuts the prompt into chunks of ten tokens and keeps the best chunks, because a token means little without its neighbours. It also lets neighbouring layers share one choice, and its paper argues that whole chunks help in-context learning.
 #
 # Read `00_kv_cache.ipynb` first, and in `01_critical_kv.ipynb` the part about window scores. The code beside this notebook: `methods/chunk_kv.py`. Reading takes 30 minutes, running under two. C1 to C4 are claims in [CLAIMS.md](../CLAIMS.md). The cells run *built*, a decoder with 2.8 million parameters.
 
