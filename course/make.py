@@ -88,8 +88,8 @@ python -m course check       # run all public tests; one assignment or problem: 
 3. Run the problem's `check` cell. Until you have written the function, its tests say so.
 
 The check and the experiments run your own files, so do assignments in order: later ones call functions of
-earlier ones. The grader combines each of your functions with our solutions of the others. So a wrong
-function costs only its own problem.
+earlier ones. The grader runs each problem's function with our solutions of the others. So a wrong function
+costs only its own problem.
 """
 
 

@@ -43,7 +43,7 @@
 #
 # ## How to check it
 #
-# The cell after each problem runs its public tests. If your copy also holds assignment 1, finish it first: tests and experiments call its functions. In grading, your other functions are replaced by ours, so a wrong function costs only its own problem. No test needs speed.
+# The cell after each problem runs its public tests. If your copy also holds assignment 1, finish it first: tests and experiments call its functions. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem. No test needs speed.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, T new tokens, S slots in use, D numbers per head. Rows and heads are independent. Do not change a tensor that you are given. Keep the signatures.
 

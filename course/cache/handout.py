@@ -46,7 +46,7 @@
 #
 # ## How to check it
 #
-# Write the functions in this order: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, your other functions are replaced by ours, so a wrong function costs only its own problem.
+# Write the functions in this order: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, T new tokens, S slots, D numbers per key, w queries. Rows and heads are independent. Do not change a tensor that you are given, unless the problem says so. Keep the signatures. Python loops are fine.
 #

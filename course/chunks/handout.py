@@ -40,7 +40,7 @@
 #
 # ## How to check it
 #
-# The cell after each problem runs its public tests. If your copy also holds assignments 1 and 2, finish them first: tests and experiments call their functions. The hidden tests try other sizes, ties and edge cases. In grading, your other functions are replaced by ours, so a wrong function costs only its own problem.
+# The cell after each problem runs its public tests. If your copy also holds assignments 1 and 2, finish them first: tests and experiments call their functions. The hidden tests try other sizes, ties and edge cases. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem.
 #
 # Shapes: B batch rows, H key/value heads, n tokens. `(..., n)` means any leading dimensions, or none. Rows and heads are independent. Do not change a tensor that you are given. Keep the signatures. Python loops over chunks or tokens are fine.
 

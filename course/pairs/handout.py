@@ -39,7 +39,7 @@
 #
 # ## How to check it
 #
-# The cell after each problem runs its public tests. If your copy also holds assignment 1, finish it first: tests and experiments call its functions. In grading, your other functions are replaced by ours, so a wrong function costs only its own problem. No test needs speed.
+# The cell after each problem runs its public tests. If your copy also holds assignment 1, finish it first: tests and experiments call its functions. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem. No test needs speed.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, T new tokens, n tokens in all, D numbers per head. Query head i reads key/value head ⌊i/G⌋. `(...)` means any leading dimensions, or none. A key (…, 2D) is [k₁ | k₂] side by side, a value [v₁ | v₂]. Return the dtype of `q`. Do not change a tensor that you are given. Keep the signatures.
 

@@ -40,7 +40,7 @@
 #
 # ## How to check it
 #
-# Write the functions in this order, and those of assignment 1 first if they are empty: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, your other functions are replaced by ours, so a wrong function costs only its own problem.
+# Write the functions in this order, and those of assignment 1 first if they are empty: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, S tokens, w of them in the window, n = S − w before it, D numbers per head. `(..., n)` means any leading dimensions, or none. Rows and heads are independent unless the problem says otherwise. Do not change a tensor that you are given. Keep the signatures. Python loops are fine; a call may take ten seconds. Skip the GPU kernels (`kernel_for`).
 
