@@ -97,7 +97,7 @@ def grade(args):
 
 
 def tested_safely(folder: Path, problems: list[str], seconds: float, code: dict[Path, bytes]) -> list[dict]:
-    """Return `tested`, or no points, with the reason, if the submission ended its grader.
+    """Return `tested`, or no points, with the reason, if the grader did not end as it should.
 
     code: our files, which are restored if the submission has changed them.
     """

@@ -30,7 +30,7 @@ def raises(run, call: str, **args):
 
 
 def same(got, expected, what: str, atol: float | None = None):
-    """Fail unless `got` is the tensor or value expected: exactly, or within atol if given.
+    """Fail unless `got` equals the value or tensor expected; with atol, a tensor within it, of any dtype.
 
     what: the name of the result in the message.
     """

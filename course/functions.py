@@ -38,7 +38,7 @@ def needed(root: Path, files: Iterable[str], leaves: Iterable[str] = ()) -> set[
 
 @cache
 def imported(source: str) -> list[str]:
-    """Return the files that its imports may name.
+    """Return the files that the imports of the source may name.
 
     `from a.b import c` may name a/__init__.py, a/b.py and a/b/c.py.
     """
@@ -70,8 +70,8 @@ def emptied(source: str, names: list[str]) -> str:
 def spliced(ours: str, theirs: str, mine: str, others: list[str]) -> str:
     """Return the submitted file, helpers included, with our version of the `others`.
 
-    So only the function `mine` is graded, and no mistake costs twice. ValueError if the file is not valid
-    Python, or lacks one of the functions.
+    So only the function `mine` is graded. ValueError if the file is not valid Python, or lacks one of
+    them.
     """
     try:
         parsed(theirs)

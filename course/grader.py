@@ -83,7 +83,7 @@ def failure(test: Callable, run: Callable) -> str | None:
 def runner(send: Callable[[str, bytes], dict], trace: bool) -> Callable:
     """Return run(call, **args), which sends the call and returns its result.
 
-    run raises Wrong if the call fails, or changes a tensor of args that `may_change` does not name.
+    run raises Wrong if the call fails, or changes an argument, a tensor, that `may_change` does not name.
     trace: add the traceback to the message.
     """
     def run(call: str, may_change: tuple[str, ...] = (), **args):
@@ -158,7 +158,7 @@ class Submission:
         wrong(why)
 
     def end(self):
-        """End the process, and those that it has started. The timer may call this as well."""
+        """End the process, its group and its descendants. The timer may call this as well."""
         with self.ending:
             process, self.process = self.process, None
             if not process:

@@ -1,4 +1,4 @@
-"""Make a student's copy of the repository: without solutions, and without files that reveal them."""
+"""Make a student's copy of the repository, in which the functions of its assignments are empty."""
 from pathlib import Path
 import shutil
 
@@ -66,8 +66,8 @@ def readme(chosen: dict[str, Assignment]) -> str:
     example = f"{first}, --only {chosen[first].problems[-1].name}"
     return f"""# KV-cache compression: assignments
 
-A language model keeps a key and a value of every token it reads. You write the functions that decide which of
-them it may forget, and measure what it still knows afterwards.
+A language model keeps a key and a value of every token it reads, in a cache. You write functions of smaller
+caches, and measure how well they work.
 
 | handout | title | time | points by tests | files to hand in |
 |---|---|---|---|---|
@@ -87,9 +87,9 @@ python -m course check       # run all public tests; one assignment or problem: 
    into the same file.
 3. Run the problem's `check` cell. Until you have written the function, its tests say so.
 
-The check and the experiments run your own files, so do assignments and problems in order: later ones call
-earlier ones. The grader combines each of your functions with our solutions of the others. So one mistake
-costs one problem.
+The check and the experiments run your own files, so do assignments in order: later ones call functions of
+earlier ones. The grader runs each problem's function with our solutions of the others. So a wrong function
+costs only its own problem.
 """
 
 

@@ -42,7 +42,7 @@ class Submitted(MetaPathFinder, Loader):
 
 
 def serve(connection: Connection, assignment: str, file: str, source: str):
-    """Answer calls until the grader ends this process. `source` is the submitted text of `file`."""
+    """Answer calls until the grader ends this process. `source` takes the place of the text of `file`."""
     Thread(target=end_with_parent, daemon=True).start()
     os.setsid()  # what the submission starts is in its group, and ends with it
     used = psutil.Process().memory_info().vms
@@ -72,7 +72,7 @@ def answer(adapter: str, call: str, args: bytes) -> bytes:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """Return the error's kind, message and place, and a traceback of the submission's own files."""
+    """Return the error's kind, message and place, and a traceback through nanollm/ and methods/."""
     theirs = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename.startswith((f"{ROOT}/nanollm/", f"{ROOT}/methods/"))]
     place = ""

@@ -3,7 +3,7 @@
 #
 # **What does a decoder have to remember of a text, and what goes wrong when it forgets a part?**
 #
-# A decoder writes one token at a time. Each new token attends to all tokens before it, and attention needs two vectors of each earlier token: its key and its value. The KV cache stores these two, so that the decoder never computes them twice.
+# A decoder writes one token at a time. In full attention each new token attends to all tokens before it. In each head this needs two vectors of each earlier token: its key and its value. The KV cache stores these two, so that later steps need not compute them again.
 #
 # You should know attention; nothing else comes before this notebook. Reading takes half an hour, running about a minute. The code to read beside it: `nanollm/method.py`, `nanollm/slots.py` and `nanollm/generate.py`.
 
@@ -88,7 +88,7 @@ print("same tokens:", torch.equal(recomputed[:, 64:], cached))
 print(encoding.decode(text[0, :64].tolist()), "⟦", encoding.decode(cached[0].tolist()), "⟧")
 
 # %% [markdown]
-# Both ways write the same continuation, here between the brackets. But the times differ:
+# With and without the cache the decoder writes the same continuation, here between the brackets. But the times differ:
 
 # %%
 lengths = [64, 128, 256, 512, 1024, 2047]
@@ -118,7 +118,7 @@ axis.legend();
 #
 # ## The price: bytes
 #
-# The cache holds a key and a value for each layer, key/value head and token:
+# The full cache holds a key and a value for each layer, key/value head and token:
 #
 # $$\text{bytes} = 2 \cdot \text{layers} \cdot \text{key/value heads} \cdot \text{tokens} \cdot \text{head dim} \cdot \text{bytes per number}$$
 
@@ -154,11 +154,11 @@ axis.legend();
 #
 # ## Which entries do heads read?
 #
-# An **entry** is the key and value of one token in one head. If we want to keep fewer entries, we should know which ones are read.
+# An **entry** is the key and value of one token in one key/value head. If we want to keep fewer entries, we should know which ones are read.
 #
 # Two kinds of object share the work:
-# - A **store** keeps the entries of one layer. It holds each entry in a **slot**: a place for one key, one value and the token's position. The decoder calls its `attend(q, k, v, pos)`, which writes the new keys and values and computes attention over all slots.
-# - A **method** decides which entries stay. One object serves all layers. The decoder reads in **pieces**: the prompt is one piece or several, and later each token that it writes is one. After each piece the store calls `observe(layer, q, p)`, with the queries and the attention probabilities. By default the method's `evict(layer)` runs when the prompt is compressed, and after each later piece. `layer` is the store of the layer in question.
+# - A **store** keeps the entries of one layer. Here it holds each entry in a **slot**: a place for one key, one value and the token's position. The decoder calls the store's `attend(q, k, v, pos)`, which writes the new keys and values and computes attention over the slots.
+# - A **method** decides which entries stay. Here all layers share one object. The decoder reads in **pieces**: the prompt is one piece or several, and later each token that it writes is one. After each piece the store calls `observe(layer, q, p)`, with the piece's queries and the attention probabilities of its last `watch` queries. By default the method's `evict(layer)` runs when the prompt is compressed, and after each later piece. `layer` is the store of the layer in question.
 #
 # This method evicts nothing, and notes the probabilities in the store:
 
@@ -205,12 +205,12 @@ for axis, (name, numbers), form in zip(axes, measures.items(), ("{:.1f}", "{:.2f
     plot.heads(axis, numbers.mean(0), name, form)
 
 # %% [markdown]
-# Each square is one head, averaged over 16 documents. The left map counts in *even shares*. An even share is the weight that a token would get if all were read alike. Heads divide the work:
+# Each square is one query head, averaged over 16 documents. The left map counts in *even shares*. An even share is the weight that a token would get if all were read alike. Heads divide the work:
 # - **Recency heads** read their neighbourhood.
-# - **Retrieval heads** put most of the weight of the question's last token on the one value that is asked for, out of about 250 tokens.
+# - **Retrieval heads** put most of the weight of the question's last token on one of about 250 tokens: the first of the value that is asked for.
 # - Other heads have **heavy hitters**: tokens that many queries read. A heavy hitter at the very start is called a **sink** (StreamingLLM, arXiv 2309.17453). SmolLM2 has strong sinks (notebook 08); this decoder has none.
 #
-# Here is the strongest head of each kind:
+# Here is the strongest head of each kind, on the first document:
 
 # %%
 def strongest(score):
@@ -230,11 +230,11 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
 # %% [markdown]
 # A heavy hitter is a vertical stroke. A recency head is the diagonal. In the retrieval head, the arrow marks one weight: the question's last token reads a value far back.
 #
-# While the retrieval head reads a token, it looks for the token that followed an earlier copy of it. Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained. Notebook 08 compares it with two decoders that learned their own; one is SmolLM2.
+# While the retrieval head reads a token, it looks for the token that followed an earlier copy of it. Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In other models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder both heads were built into the initial weights, in layers 0 and 1, and then trained. Notebook 08 compares it with two decoders that learned to match and copy; one is SmolLM2.
 #
 # ## Forgetting two entries
 #
-# The value has two tokens. A store forgets by `keep`, which takes the slots that stay. Just before the question's last token is read, `keep` drops the value's two tokens: in no layer, in the retrieving layer alone, or in all layers but that one.
+# The value has two tokens. A store's `keep` takes the slots that stay, and forgets the others. Just before the question's last token is read, `keep` drops the value's two tokens: in no layer, in the retrieving layer alone, or in all layers but that one.
 
 # %%
 from lab.retrieval import answer
@@ -300,7 +300,7 @@ assert (plot.kept(own, batch.question) == kept).all()  # as the library's H2O
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# Facts are underlined, bold if kept and orange if dropped. On a dark ground every head keeps the token; grey tokens are dropped. StreamingLLM drops the middle in every head. H2O gives half of its budget to the newest text. The other half goes to heavy hitters, many of them at the start, where tokens have been read longest. Where the background is pale, only some heads keep the token.
+# Facts are underlined, bold if kept and orange if dropped. On a dark ground every head keeps the token; grey tokens are dropped. StreamingLLM drops the middle in every head. H2O gives half of its budget to the newest tokens. The other half goes to heavy hitters, many of them at the start, where tokens have been read longest. Where the background is pale, only some heads keep the token.
 #
 # There are two moments to compress:
 # - **Query-agnostic** (short: agnostic): the cache is compressed before the question is known, as when a document is stored for later questions.
@@ -360,19 +360,19 @@ axis.legend();
 # %% [markdown]
 # SnapKV falls to its budget when the prompt of a turn ends, and grows while it writes; while it reads it also stores the last queries. H2O holds its budget while it writes, and grows while it reads. Scissorhands never exceeds its budget, so its memory is bounded before the conversation begins; when it is full, it drops half. It also stores a count and 400 bits an entry: in which of the last 400 steps the entry was unimportant.
 #
-# The methods in this repository try to find better entries. Notebook 01 begins with the simplest step: let only the prompt's last queries decide.
+# Most other methods in this repository try to find better entries. Notebook 01 begins with the simplest step: let only the prompt's last queries decide.
 #
 # ## Three things to remember
 #
-# 1. A KV cache stores each token's key and value once; it changes the time and the memory, not the output.
+# 1. A full KV cache stores each token's key and value once; it changes the time and the memory, not the output.
 # 2. Its bytes grow with layers × key/value heads × tokens, and at length they exceed the weights.
-# 3. Few entries in few heads carry an answer, and a method that forgets must guess them before or after it knows the question.
+# 3. In this decoder few entries in few heads carry an answer, and a method that forgets must guess them before or after it knows the question.
 #
 # ## Exercises
 #
 # 1. How many GiB of cache do 64 conversations of 8192 tokens with Llama-3-70B take in 16 bits? How many tokens fit into 80 GiB?
 #    <details><summary>Hint</summary>Call <code>full_cache_bytes(*shapes["Llama-3-70B"], …)</code>. Only the total number of tokens matters.</details>
-# 2. How much does the model depend on its retrieval head? Set the head's columns of `blocks[layer].attention.o.weight` to zero and measure `retrieve(model, batch, maker(model, Method, None))`.
+# 2. How much does the model depend on its retrieval head? Set the head's columns of `blocks[layer].attention.o.weight` to zero and measure `retrieve(model, batch, maker(model, Method, None))` of `lab/retrieval.py`.
 #    <details><summary>Hint</summary>Head h owns the columns h·D to (h+1)·D. Work on a copy of the model; then remove the next strongest head as well.</details>
 # 3. Does this model need its first token? Compare `StreamingLLM` with `sinks=0` and `sinks=4`.
 #    <details><summary>Hint</summary><code>maker</code> passes options on to the method. `continuation` and `reference` in <code>lab/continuation.py</code> measure −log p (`nll`).</details>

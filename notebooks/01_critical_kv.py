@@ -3,7 +3,7 @@
 #
 # **If a head may keep only a few of its entries, is it enough to keep those with the largest attention weights?**
 #
-# SnapKV, PyramidKV and AdaKV say yes: they keep the entries that the end of the prompt *attends to*. **CriticalKV** (arXiv 2502.03805) says no: an entry with a large weight and a tiny value adds almost nothing to the output. It bounds how much the output changes when an entry goes, and keeps the entries that lower this bound.
+# SnapKV, PyramidKV and AdaKV say yes: they keep the entries that the end of the prompt *attends to*. **CriticalKV** (arXiv 2502.03805) says no: an entry with a large weight and a tiny value adds almost nothing to the output. It bounds how much the output changes when entries go, and keeps the entries that lower this bound.
 #
 # Read `00_kv_cache.ipynb` first. The code beside this notebook: `nanollm/window.py`, `methods/baselines/snap_kv.py`, `methods/critical_kv.py`. Reading takes 30 minutes, running less than two. P1 to P13 are claims in `CLAIMS.md`. The paper measures models of 7 to 32 billion parameters; ours has 2.8 million.
 
@@ -56,11 +56,11 @@ panels = {f"window scores, layer {i}": F.pad(scores[i] / scores[i].max(), (0, w)
 plot.text(pieces, panels, facts, "weight 0", "largest weight", columns=2, width=72);
 
 # %% [markdown]
-# Facts are underlined; a darker token has a larger score. In layer 1, where this decoder's retrieval heads are, the window looks at the fact that the question asks for, up to the first token of its value. In layer 5 it looks at the newest text.
+# Facts are underlined; a darker token has a larger score. In layer 1, where this decoder's retrieval heads are, the window looks most at the fact that the question asks for, up to the first token of its value. In layer 5 it looks most at the newest text.
 #
 # ## SnapKV in ten lines
 #
-# SnapKV keeps the entries with the highest window scores, and the window itself. Two details:
+# SnapKV keeps the entries with the highest window scores, and the window itself. Two details of the code here:
 # - The query heads of a group share their entries, so their scores are averaged.
 # - Each score is replaced by the maximum over seven tokens, three on each side (*max-pool*), so that a token is kept together with the tokens around it.
 
@@ -106,7 +106,7 @@ library = torch.stack([cache.pos for cache in compressed(SnapKV, prompts, 32)], 
 assert torch.equal(positions(kept), library)
 
 # %% [markdown]
-# SnapKV gives every head the same budget. **PyramidKV** gives lower layers more. **AdaKV** lets the heads of a layer compete: a fifth of the budget is dealt out evenly, and the rest by how many of the layer's highest window scores a head has. The total stays the same.
+# SnapKV gives every head the same budget. **PyramidKV** gives lower layers more. **AdaKV** lets the heads of a layer compete: beside the window, a fifth of the budget is dealt out evenly, and the rest by how many of the layer's highest window scores a head has. The total stays the same.
 
 # %%
 from methods.baselines.ada_kv import AdaKV
@@ -137,7 +137,7 @@ for dropped in (3, 0):
           f"{values[dropped].abs().sum():.1f}: L = {L:.3f}")
 
 # %% [markdown]
-# The largest weight may go, because its value is zero (claim P1). Does our decoder have such entries? Of all entries with more than 5 % of a head's weight, we take the one with the smallest norm, relative to the head's attention-weighted mean norm:
+# Here $\mathcal L$ is lower without the largest weight than without the smallest: the largest has the value zero (claim P1). Does our decoder have such entries? Of all entries before the window with more than 5 % of a head's weight, we take the one with the smallest norm, relative to the head's attention-weighted mean norm:
 
 # %%
 W_O = torch.stack([block.attention.o.weight for block in model.blocks])  # (L, d_model, heads · D)
@@ -163,7 +163,7 @@ print(f"its norm is {norm[token] / norm.median():.0%} of the head's median")
 #
 # ## CriticalKV in ten lines
 #
-# Stage 1 fills a quarter of the budget (α) by pooled window scores, as SnapKV does. Stage 2 fills the rest by weight × norm, and does not pool (Algorithm 2, line 9).
+# Beside the window, stage 1 fills a quarter of the budget (α) by pooled window scores, as SnapKV does. Stage 2 fills the rest by weight × norm, and does not pool (Algorithm 2, line 9).
 
 # %%
 from methods.critical_kv import Critical
@@ -190,7 +190,7 @@ assert torch.equal(positions(critical_kv(A, norms, 32)), library)
 #
 # $$\mathcal L \;\le\; \theta = C - \Bigl(2 - \tfrac1S\Bigr) \sum_i N_i A_i \lVert\mathcal V_i\rVert_1 \qquad\text{(Theorem 2)}$$
 #
-# θ depends on $N$ in two places. The paper fixes one of them: it replaces $S$ by σ, the weight that stage 1 gathers. The new bound $\hat\theta$ (Theorem 3) is lowest for the entries with the largest $A_i\lVert\mathcal V_i\rVert_1$, if 2 − 1/σ is positive. This is **Assumption 1**: σ > 1/2. Replacing all norms of stage 2 by the smallest norm gives the looser bound $\hat\theta^{relax}$ (Theorem 4). It is lowest for the largest weights. On the weights of our 16 prompts:
+# θ depends on $N$ in two places. The paper fixes one of them: it replaces $S$ by σ, the weight that stage 1 gathers. The new bound $\hat\theta$ (Theorem 3) is lowest if stage 2 takes the entries with the largest $A_i\lVert\mathcal V_i\rVert_1$, provided that 2 − 1/σ is positive. This is **Assumption 1**: σ > 1/2. Replacing all norms of stage 2 by the smallest norm gives the looser bound $\hat\theta^{relax}$ (Theorem 4). With Assumption 1 this bound is lowest for the largest weights. On the weights of our 16 prompts:
 
 # %%
 def bound(kept, weight, stage2=0):
@@ -223,7 +223,7 @@ axis.grid(alpha=0.3)
 axis.legend();
 
 # %% [markdown]
-# The order is as proven (claims P3, P4), but θ is 2.8 to 4.2 times $\mathcal L$. And on *built*, the decoder here, Assumption 1 often fails. On SmolLM2 with a quarter of the entries it holds in 96 % of the heads above the first layer (claim P6). The budgets 63, 32 and 16 are 25, 12.5 and 6.25 % of the prompt. With them, σ > 1/2 holds in 70, 60 and 31 % of the heads. The paper's Figure 4 shows $S$, the weight of the *whole* budget, which is larger.
+# The order is as proven (claims P3, P4), but θ is 2.8 to 4.2 times $\mathcal L$. And on *built*, the decoder here, Assumption 1 often fails. On SmolLM2 with a quarter of the entries it holds in 96.5 % of the heads above the first layer (claim P6). The budgets 63, 32 and 16 are about 25, 12.5 and 6.25 % of the prompt. With them, σ > 1/2 holds in 70, 60 and 31 % of *built*'s heads. The paper's Figure 4 shows $S$, the weight of the *whole* budget, which is larger.
 #
 # If σ > 1/2, stage 2 minimises $\hat\theta$. Does it lower θ, too? We compare two stages with plain weights, at 64 entries:
 
@@ -240,7 +240,7 @@ for name, measure in (("θ", lambda kept: bound(kept, (A * kept).sum(-1))),
 #
 # ## Is the change smaller?
 #
-# Now 12 texts are compressed, the next 64 tokens are read, and $\mathcal L$ is measured at these later queries, for each head alone. `PooledCritical` is `Critical` with one change: it pools in both stages, as the authors' code does.
+# Now 12 texts are compressed, the next 64 tokens are read, and $\mathcal L$ is measured at these later queries, for each layer alone: its queries are those of the full cache. `PooledCritical` is `Critical` with one change: it pools in both stages, as the authors' code does.
 
 # %%
 from lab.benchmark import Benchmark, text_windows
@@ -311,7 +311,7 @@ for Kind in (SnapKV, PyramidKV, AdaKV):
 print(f"SnapKV without a pool: {answered(SnapKV, kernel_size=1):.0%}")
 
 # %% [markdown]
-# The paper's rule lowers $\mathcal L$ and *loses* answers. On *built* `PooledCritical` finds more than plain SnapKV. On *learned* the gain at this budget is within two standard errors, and SmolLM2 finds nothing (claim P5). On PyramidKV and AdaKV the gain of *built* is within the errors, too (48 questions, a standard error of up to 7 points). SnapKV without a pool finds hardly anything. Why does the pool matter?
+# On *built* the paper's rule lowers $\mathcal L$ and *loses* answers, and `PooledCritical` finds more than plain SnapKV. On *learned* the gain at this budget is within two standard errors, and SmolLM2 finds nothing (claim P5). On PyramidKV and AdaKV the gain of *built* is within the errors, too (48 questions, a standard error of up to 7 points). SnapKV without a pool finds hardly anything. Why does the pool matter?
 
 # %%
 panels = {}
@@ -349,12 +349,12 @@ axis.legend(title="entries kept");
 # %% [markdown]
 # *Across* keep ratios the argument holds: fewer entries, larger $\mathcal L$, larger KL. *Within* a keep ratio, where one has to choose a method, these 12 texts decide only at 50 %: at 25 % and 6.25 % the intervals contain 0. Claim P10 has 24 texts and 13 methods, at four keep ratios, on three decoders.
 #
-# We think the reason is this. $\mathcal L$ is a mean over all later queries, but an answer needs one entry for one query.
+# We think the reason is this. $\mathcal L$ is a mean over all later queries, but an answer may hang on one entry for one query.
 #
 # ## Three things to remember
 #
 # 1. If the question is in the prompt, the prompt's last queries tell *built* which entries the answer needs, as long as neighbours are kept too (the pool). On SmolLM2 SnapKV finds 46 % of the needles and pairs with a quarter of the entries, and none with a sixteenth.
-# 2. An entry matters to the output by weight × value norm, but in this decoder the norms of the entries with much weight differ little, and the bound is loose.
+# 2. An entry matters to the output by weight × value norm, but in this decoder no entry with much weight has a tiny norm, and the bound is loose.
 # 3. A smaller change of the attention output did not mean better answers on *built*: measure the answers.
 #
 # ## Exercises

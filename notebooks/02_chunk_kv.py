@@ -3,9 +3,9 @@
 #
 # **A cache may keep a part of the prompt: should it choose single tokens, or chunks of neighbouring tokens?**
 #
-# SnapKV and its relatives choose single tokens. **ChunkKV** (arXiv 2502.00299) cuts the prompt into chunks of ten tokens and keeps the best chunks, because a token means little without its neighbours. It also lets neighbouring layers share one choice, and its paper argues that whole chunks help in-context learning.
+# SnapKV, PyramidKV and AdaKV choose single tokens. **ChunkKV** (arXiv 2502.00299) cuts the prompt into chunks of ten tokens and keeps the best chunks, because a token means little without its neighbours. It also lets neighbouring layers share one choice, and its paper argues that whole chunks help in-context learning.
 #
-# Read `00_kv_cache.ipynb` first, and in `01_critical_kv.ipynb` the part about window scores. The code beside this notebook: `methods/chunk_kv.py`. Reading takes 30 minutes, running under two. C1 to C4 are claims in [CLAIMS.md](../CLAIMS.md). All our numbers come from *built*, a decoder with 2.8 million parameters.
+# Read `00_kv_cache.ipynb` first, and in `01_critical_kv.ipynb` the part about window scores. The code beside this notebook: `methods/chunk_kv.py`. Reading takes 30 minutes, running under two. C1 to C4 are claims in [CLAIMS.md](../CLAIMS.md). The cells run *built*, a decoder with 2.8 million parameters.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -56,7 +56,7 @@ def make(name, ratio, **more):
 # - *Single tokens*: the tokens with the highest window scores.
 # - *SnapKV*: the same after a max-pool over seven neighbours.
 # - *ChunkKV*: chunks of ten tokens, on a fixed grid, with the highest sum of window scores.
-# - *Semantic chunks*, ours: chunks that end where a line, a sentence or a clause ends.
+# - *Semantic chunks*, ours: chunks that end where a line, a sentence or a clause ends, or at a greatest length.
 
 # %%
 def compressed(name, tokens, ratio):
@@ -76,7 +76,7 @@ panels = {name: plot.kept(compressed(name, prompt, 1 / 8), n)[1].mean(0)
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# This is layer 1, where this decoder's retrieval heads are. Facts are underlined; a darker token is kept by more of the three heads. The question asks for the second fact. Single tokens keep the start of its value. SnapKV's pool widens each choice by three tokens to either side, and still loses the middle of the value. ChunkKV keeps this value whole. Its grid cuts the other fact in two, and the half with the value is lost. Chunks that end with the sentence hold both facts.
+# This is layer 1, where this decoder's retrieval heads are. Facts are underlined; a darker token is kept by more of the three heads. The question asks for the second fact. Single tokens keep the start of its value. SnapKV's pool widens each choice by three tokens to either side, and still loses the middle of the value. ChunkKV keeps this value whole. Its grid cuts the other fact in two, and the half with the value is lost. Chunks that end with the sentence hold both facts, though not in all heads.
 #
 # ## ChunkKV in ten lines
 #
@@ -113,7 +113,7 @@ print(library.sum(-1).min(), "entries in every head")
 # %% [markdown]
 # ## Long facts and short ones
 #
-# Unless a cell says otherwise: 32 documents of 256 tokens for each task, the question in the prompt (*aware*), a quarter of the entries. Each prompt is read once and recorded; every method gets the recording. The prompt's last token is read twice: first its query scores the entries; then it is forgotten and fed again, so that the answer comes from the compressed cache. Values have 2, 4 or 8 tokens. The facts are `Unmarked`: they have no full stop and no line break, which would help chunks that end with sentences.
+# Unless a cell says otherwise: 32 documents of 256 tokens for each task, the question in the prompt (*aware*), a quarter of the entries. Each prompt is read once and recorded; `found` replays it to a method's caches. The prompt's last token is read twice: first its query scores the entries; then it is forgotten and fed again, so that the answer comes from the compressed cache. The values of needles have 2, 4 or 8 tokens. The facts are `Unmarked`: they have no full stop and no line break, which would help chunks that end with sentences.
 
 # %%
 unmarked, asked = Unmarked(encoding, "test"), {}
@@ -145,7 +145,7 @@ axis.grid(alpha=0.3)
 figure.legend(loc="outside right center");
 
 # %% [markdown]
-# This is the paper's case (claim C1). SnapKV finds values of up to four tokens, because its pool reaches three tokens beyond the first; of eight tokens it finds none here. Chunks of 10 find some long values, chunks of 20 more. Semantic chunks find nearly all.
+# Values of eight tokens are the paper's case (claim C1). SnapKV finds values of two and four tokens, because its pool reaches three tokens beyond the first; of eight tokens it finds none here. Chunks of 10 find some long values, chunks of 20 more. Semantic chunks find nearly all.
 #
 # ## The grid cuts
 #
@@ -234,9 +234,9 @@ for name, Kind, reuse in (("every layer chooses", ChunkKV, 1),
     print("{:26} needles {:.0%}, pairs {:.0%}".format(name, *right))
 
 # %% [markdown]
-# If layer 1 must take layer 0's indices, most answers are lost. If it chooses for itself, the five upper layers can share its choice. The place where a group begins matters more than its size. The similarity of choices did not predict this: layer 1 resembles layer 0 as much as the layers above, whose choice it can make.
+# If layer 1 must take layer 0's indices, most answers are lost. If it chooses for itself, the four layers above can share its choice. Here the place where a group begins matters more than its size. The similarity of choices did not predict this: layer 1 resembles layer 0 as much as the layers above, whose choice it can make.
 #
-# Sharing saves time (claim C4). The paper's 26.5 % more throughput is a number of large models on a GPU. On one CPU core, for 1024 tokens:
+# Sharing saves time here (claim C4). The paper's 26.5 % more throughput is a number of large models on a GPU. On one CPU core, for 1024 tokens:
 
 # %%
 prompt = torch.from_numpy(tasks.batch("needle", 0, 1, 1024).tokens)
@@ -291,7 +291,7 @@ for name in ("single tokens", "SnapKV", "ChunkKV"):
 # %% [markdown]
 # The premise holds: chunks keep the most examples whole. The conclusion does not follow. The query that asks for the label is in the observation window. Each method keeps what this query looks at, and predicts nearly as the full cache does, however few examples are whole.
 #
-# The appendix (Eq. 10 to 16) bounds the error of a wrong model θ that a prompt cannot tell from the true θ\*. It expands the KL of each token around θ\*, with $I_j$ the Fisher information: $\mathrm{KL}_j = \frac12\delta^\top I_j\delta + \text{remainder}$, where $\delta = \theta - \theta^*$. Then Eq. 11 drops the remainder, which may be negative. With $R$ the largest remainder over $\lVert\delta\rVert^2$, the repaired bounds have $\lambda_{\min} - 2R$ in place of $\lambda_{\min}$. We compute all of this exactly in two models: a Markov chain of five tokens, and ten independent tokens.
+# The appendix (Eq. 10 to 16) bounds the error of a wrong model θ that a prompt cannot tell from the true θ\*. It expands the KL of each token around θ\*, with $I_j$ the Fisher information: $\mathrm{KL}_j = \frac12\delta^\top I_j\delta + \text{remainder}$, where $\delta = \theta - \theta^*$. Then Eq. 11 drops the remainder, which may be negative. With $R$ the largest remainder over $\lVert\delta\rVert^2$, the repaired bounds have $\lambda_{\min} - 2R$ in place of $\lambda_{\min}$, and Eq. 15 has $2R$ for O(1). We compute all of this exactly in two models: a Markov chain of five tokens, and ten independent tokens.
 
 # %%
 from methods.theory.chunk_bounds import bounds, markov, mirrored

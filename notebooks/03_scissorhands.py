@@ -68,7 +68,7 @@ assert scissorhands(q, k, 16, 4) == sorted(cache.pos.flatten().tolist())
 print("kept of 61 tokens:", *scissorhands(q, k, 16, 4))
 
 # %% [markdown]
-# The loop keeps what the library keeps. The library divides the work: the store `BudgetSlots` asks for room when it is full, and the method `Scissorhands` counts in `observe` and drops entries in `evict`.
+# On these 61 tokens the loop keeps what the library keeps. The library divides the work: the store `BudgetSlots` asks for room when it is full, and the method `Scissorhands` counts in `observe` and drops entries in `evict`.
 #
 # ## The observation: do the same columns light up?
 #
@@ -97,7 +97,7 @@ for column, layer in zip(axes.T, (3, 5)):
 figure.colorbar(axes[0, 0].images[0], ax=axes, label="weight, in even shares 1/t");
 
 # %% [markdown]
-# A few keys are dark for more than one query, many for one only, and the newest always. The paper measures this by the *persistence ratio*. Take the tokens of the first half that are pivotal to some query of the second half. The ratio is the share of them that was pivotal before. We have only the paper's appendix; by its restatements elsewhere, the paper finds more than 95 % in most layers.
+# Some keys are dark for one query of a head, hardly any for two. In each panel some heads look at the newest keys. The paper measures this by the *persistence ratio*. Take the tokens of the first half that are pivotal to some query of the second half. The ratio is the share of them that was pivotal to some query of the first half. We have only the paper's appendix; by its restatements elsewhere, the paper finds more than 95 % in most layers.
 #
 # What would chance give? If 98 % of *all* tokens were pivotal once, then about 98 % of tokens chosen at random were, and the ratio says nothing. So the number in brackets is the share of all tokens of the first half that were pivotal in it. The other lines raise the threshold, and ignore queries close behind a token.
 
@@ -110,11 +110,11 @@ for times, distance in (1, 1), (4, 16), (16, 16):
           "  ".join(f"{r:.3f} ({n:.3f})" for r, n in zip(ratio, chance)))
 
 # %% [markdown]
-# At the paper's threshold (first line) the ratio is above 97 % in five layers, but nowhere more than two points above chance. In five layers of this decoder nearly every token is pivotal to some query, in layer 1 71 %. In models of billions of parameters pivotal tokens may be few; this notebook cannot test that.
+# At the paper's threshold (first line) the ratio is above 97 % in five layers, but nowhere more than two points above chance (claim S7). In five layers of this decoder nearly every token is pivotal to some query, in layer 1 71 %. In models of billions of parameters pivotal tokens may be few; this notebook cannot test that.
 #
-# With a higher threshold importance *does* persist in most layers. Take tokens that receive 16 even shares at a distance of 16 or more. In layers 2 to 5, 31 to 48 % of them did so before; chance would be 3 to 6 %. Layers 0 and 1 stay within three points of chance at all three thresholds. Layer 0 looks back a fixed distance. Layer 1 retrieves facts, so it attends to whatever is asked for (claim S7).
+# With a higher threshold importance *does* persist in most layers. Take tokens that receive 16 even shares at a distance of 16 or more. In layers 2 to 5, 31 to 48 % of them did so before; chance would be 3 to 6 %. Layers 0 and 1 stay within three points of chance at all three thresholds. In layer 0 two of six heads look almost only at the last 8 tokens (notebook 00). Three heads of layer 1 retrieve facts, so they attend to whatever is asked for.
 #
-# Theorem 4.1 below assumes that attention weights follow a power law $x^{-k}$ with $k > 2$. `tail_exponent` fits one to each text by maximum likelihood. ± is the standard error over eight texts.
+# Theorem 4.1 below assumes that attention weights follow a power law $x^{-k}$ with $k > 2$. `tail_exponent` fits one to each text and layer by maximum likelihood. ± is the standard error over eight texts.
 
 # %%
 for layer, weights in enumerate(attention):  # in even shares, of the last 64 queries
@@ -135,7 +135,7 @@ for layer, weights in enumerate(attention):  # in even shares, of the last 64 qu
 #
 # Then the next score of token ℓ lies between $(x_\ell A x_\ell^\top/\lVert a_t\rVert)(\alpha_{t,\ell} - 3\varepsilon)$ and the same with $+ 3\varepsilon$.
 #
-# The theorem needs tokens that are nearly orthogonal through $A$. `nearly_orthogonal` builds such draws. `next_step` takes the smallest ε that the theorem allows for each token.
+# A small ε needs tokens that are nearly orthogonal through $A$. `nearly_orthogonal` builds such draws. `next_step` takes the smallest ε that the theorem allows for each token.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained", sharey=True)
@@ -218,7 +218,7 @@ for k, u, beta in (2.1, 1000, .5), (3, 50, .25), (5, 5, .1):
 #
 # ## From mass to drift
 #
-# Theorem B.2 assumes $\lambda_V\lambda_O(1+\lambda_1\lambda_2)(1+\lambda_Q\lambda_K) \le \tfrac12$. Then the tokens $\tilde x_t$ written with the budget cache differ from the full cache's $x_t$ by at most twice the lost mass.
+# Theorem B.2 assumes $\lambda_V\lambda_O(1+\lambda_1\lambda_2)(1+\lambda_Q\lambda_K) \le \tfrac12$. Then the tokens $\tilde x_t$ written with the budget cache differ from the full cache's $x_t$ by at most twice the largest lost mass.
 #
 # The proof is sound for each run (`drift_bound`) with two corrections: differences are taken over all tokens so far, and tokens have a norm of *at most* 1. The figure has weights from a power law with $k = 3$ and the same ranking at every step. Tokens have random directions, or all lost tokens point away from the kept ones.
 
@@ -243,7 +243,7 @@ axis.legend(fontsize=8);
 #
 # ## The budget cache on the decoder
 #
-# All methods now evict while they read. They read 16 tokens at a time, so the others hold up to 16 entries more than their budget for a moment. Scissorhands never does.
+# All methods now evict while they read. They read 16 tokens at a time, so all but Scissorhands hold up to 16 entries more than their budget for a moment.
 #
 # The paper drops half of the budget at once, $m = B/2$. We also try fewer at a time, $m = 8$.
 
@@ -333,7 +333,7 @@ axis.set(xlabel="tokens read", ylabel="allocated, KiB", ylim=(0, None))
 axis.legend();
 
 # %% [markdown]
-# Memory is bounded from the first token on. The steps of the full cache are buffers that grow by a tenth.
+# The memory of Scissorhands is bounded from the first token on. The steps of the full cache are buffers that grow by a tenth.
 #
 # ## Three things to remember
 #

@@ -92,7 +92,7 @@ for Cache in (FourCache, TwoCache, FactoredFourCache):
 #
 # $$\text{score}_{ab} = \sum_j k_{1,aj}\, q_j\, k_{2,bj} = \big[(K_1 \circ q) K_2^\top\big]_{ab}, \qquad \text{out}_j = \sum_a V_{1,aj} \big[P V_2\big]_{aj}.$$
 #
-# Each is one matrix product. The factored form multiplies about as often as the two-cache form. But at 768 tokens its $4nd$ numbers (0.8 MB) fit into most processors' caches; the $2n^2d$ numbers of all pairs (302 MB) do not. Below is one decoding step of each: one head, $d = 64$, float32, one thread, the best of three.
+# Each needs one matrix product. The factored form multiplies about as often as the two-cache form. But at 768 tokens its $4nd$ numbers (0.8 MB) fit into most processors' caches; the $2n^2d$ numbers of all pairs (302 MB) do not. Below is one decoding step of each: one head, $d = 64$, float32, one thread, the best of three.
 
 # %%
 lengths, times = (128, 256, 512, 768), {}
@@ -122,7 +122,7 @@ axis.grid(alpha=.3)
 axis.legend(fontsize=8);
 
 # %% [markdown]
-# The factored form is the fastest at every length measured here, and it needs as little memory as `FourCache`.
+# The factored form is the fastest at every length measured here, and it caches as little as `FourCache`.
 #
 # Theorem 4.3 compares the two algorithms of the paper's Figure 1, and for these it is true. But the trade-off of Remark 3.9 does not exist: keep $K_1, K_2, V_1, V_2$ (claim T4: *does not hold*).
 #
@@ -130,7 +130,7 @@ axis.legend(fontsize=8);
 #
 # The lower bounds are games. Alice writes $n \times d$ bits into a cache: token $t$ gets a key $k_{1,t}$ of its own, and the bits of row $t$ as its value $v_{1,t}$; $k_2 = v_2 = 1$. Bob gets only the cache. To read row $t$ he asks with the query $C\,k_{1,t}$. If $C = 2 \ln n$, the right key outweighs all others. If Bob can read every row, the cache must hold all $nd$ bits, whatever it looks like inside.
 #
-# The keys are random. They are orthonormal up to ε, if $d$ is large compared with $\log n$. The bits are a picture of 32 rows and 2048 columns. Coins that Bob knows flip about half of the bits, so that no bit can be guessed from its neighbours.
+# The keys are random. They are orthonormal up to ε, if $d$ is large compared with $\log n$. The bits are a picture, 16 times side by side: 32 rows and 2048 columns. Coins that Bob knows flip about half of the bits, so that no bit can be guessed from its neighbours.
 
 # %%
 picture = Image.new("1", (128, 32))
@@ -181,7 +181,7 @@ for count in 8, 32, 128:
 #
 # The bounds hold for caches that answer *every* query. If queries are short ($\lVert q\rVert \le r$) and keys form few clusters, an estimate needs less. SubGen keeps $t$ random keys of each cluster of radius δ, for the normaliser τ. For the numerator $z$ it keeps $s$ values with their keys, drawn in proportion to $\lVert v\rVert^2$.
 #
-# Lemma 5.1 (SubGen4Cache) says that this works if $k_1$ and $k_2$ form few clusters. The paper gives no algorithm for this. In ours (`crossed`) every left sample meets every right one, which costs no extra byte. (Lemma 5.2, SubGen2Cache, streams all pairs, but must keep all earlier tokens to form them; it is never smaller than the exact cache.)
+# Lemma 5.1 (SubGen4Cache) says that this works if $k_1$ and $k_2$ form few clusters. The paper gives no algorithm for this. In ours (`crossed`) every left sample meets every right one, which adds no byte to the cache. (Lemma 5.2, SubGen2Cache, streams all pairs, but must keep all earlier tokens to form them; it is never smaller than the exact cache.)
 #
 # The numerator and the normaliser are unbiased; their ratio is not, because $E[1/\tau] > 1/E[\tau]$ (claim T10). What does an estimate cost? The figure has the error, relative to the norm of the output, over the bytes held (in 32 bits). A simple rival holds as many bytes: a random subset of the *tokens*, with all their pairs.
 
@@ -249,9 +249,9 @@ axes[0].set_ylabel("rms error / norm of the output")
 axes[0].legend(fontsize=8);
 
 # %% [markdown]
-# A printed number above 1 means that SubGen has the smaller error. On average random tokens are better where values are alike, in clusters or not. Where a few values carry most of the norm, SubGen is better on average. But the texts differ widely, and random tokens win in some of them.
+# A printed number above 1 means that SubGen has the smaller error. On average random tokens are better where values are alike, in clusters or not. Where a few values carry most of the norm, SubGen is better on average. But there the texts differ widely, and with the two smaller samples random tokens win in some of them.
 #
-# The lemma leaves its constants open; `sizes` in `methods/theory/clustering.py` computes them. With these sizes the error keeps its promise with room to spare (claim T9).
+# Lemma 5.1 leaves its constants open; `sizes` in `methods/theory/clustering.py` computes them. With these sizes the error keeps its promise with room to spare (claim T9).
 #
 # ## Few dimensions
 #
@@ -268,7 +268,7 @@ for d in 2, 3, 4, 8, 16:
     print(f"          d = {d:2}  ", *(f"{x:5}" for x in clusters), f"{most:12.0f}")
 
 # %% [markdown]
-# For $d$ = 2 the number of clusters stops growing at 128 tokens. For $d$ = 8 and 16 it still grows at 8192 tokens, and SmolLM2's heads have $d = 64$. The paper's lower bound of $\Omega(d\,e^d)$ bits holds with other keys than the proof's, but our upper bound is $3.21^d$ (claims T11 and T12).
+# For $d$ = 2 the number of clusters stops growing at 128 tokens. For $d$ = 8 and 16 it still grows at 8192 tokens, and SmolLM2's heads have $d = 64$. The paper's lower bound of $\Omega(d\,e^d)$ bits holds with other keys than the proof's, but our upper bound on the clusters is $3.21^d$ (claims T11 and T12).
 #
 # ## A decoder that attends to pairs
 #
@@ -341,7 +341,7 @@ axis.legend(fontsize=8);
 # ## Three things to remember
 #
 # 1. Factor before you cache: pairs of tokens never need to be formed.
-# 2. A lower bound on memory is a game. Play it, and you see which assumption it needs.
+# 2. A lower bound on memory can be a game. Play it, and you see which assumption it needs.
 # 3. An estimate must beat the simplest rival at equal bytes: random tokens.
 #
 # ## Exercises

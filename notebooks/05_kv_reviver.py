@@ -3,9 +3,9 @@
 #
 # **Before this:** notebook 00 (the KV cache, H2O). **Time:** half an hour to read, a quarter of a minute to run. **Afterwards you know** how a count sketch stores many tokens in few slots, how many tokens a slot can take before the reading is useless, and which other methods bring more answers for the same bytes.
 #
-# A method that evicts cannot take its decision back. If a later question needs an evicted token, the answer is lost. KVReviver calls this *contextual amnesia*. Its cure: add all tokens that would be evicted into a small shared memory, a **count sketch**, and read them back (*revive* them) before each attention. The readings are noisy, since tokens share slots.
+# A method that evicts cannot take its decision back. If a later question needs an evicted token, the answer may be lost. KVReviver calls this *contextual amnesia*. Its cure: add all tokens that would be evicted into a small shared memory, a **count sketch**, and read them back (*revive* them) before each attention. The readings are noisy, since tokens share slots.
 #
-# KVReviver divides a head's budget into three parts. *Recent* holds the newest tokens. *Candidate* holds the tokens with the most attention so far. The sketch, which the paper calls *Vague*, holds all others. Its share is a tenth of the budget.
+# KVReviver divides a head's budget into three parts. *Recent* holds the newest tokens. *Candidate* holds those of the others with the most attention so far. The sketch, which the paper calls *Vague*, holds the rest. Its share is a tenth of the budget.
 #
 # The code: `methods/kv_reviver.py` has the sketch, the store that reads it, and the method. [CLAIMS.md](../CLAIMS.md) checks claims R1 to R15 (R7 is ours); most of them this lesson leaves out. All numbers are of the decoder *built*, unless another is named.
 
@@ -43,7 +43,7 @@ tasks, c = Tasks(encoding, "test"), model.config
 # %% [markdown]
 # ## What eviction forgets
 #
-# Take four texts of 512 tokens. After 448 tokens each head keeps 40 % of the entries: those with the most attention so far, as in H2O. Does one of the next 64 queries look at an evicted token? The paper counts a token as *activated* if a query gives it more than 0.5 % of its attention. The control keeps 40 % at random.
+# Take four texts of 512 tokens. After 448 tokens each head keeps 40 % of the entries: those with the most attention so far, as H2O's heavy hitters. Does one of the next 64 queries look at an evicted token? The paper counts a token as *activated* if a query gives it more than 0.5 % of its attention. The control keeps 40 % at random.
 
 # %%
 text = text_windows(tasks, 8, 512)
@@ -186,7 +186,7 @@ axes[0].legend(fontsize=8);
 #
 # $$\frac aN = 1 + \frac{(1-B)\,n}{N} \;\ge\; 1 + \frac{1-B}{B} = \frac1B.$$
 #
-# With a quarter of the entries a slot holds at least 4 tokens, and 31 if the sketch gets a tenth of the budget, as in the paper. These are the vertical lines. At both lines the sums are far worse than the mean, and the shrunk reading is better than the mean by a fifth at most. **With a quarter of the entries, no split of the budget makes the printed sums tell more than the mean of all tokens** (claim R4 measures three splits).
+# With a quarter of the entries a slot holds at least 4 tokens, and 31 if the sketch gets a tenth of the budget, as in the paper. These are the vertical lines. At both lines the sums are far worse than the mean, and the shrunk reading is better than the mean by about a fifth at most. **With a quarter of the entries, no split of the budget makes the printed sums tell more than the mean of all tokens** (claim R4 measures three splits).
 #
 # ## What helps instead
 #
@@ -228,8 +228,8 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 # %% [markdown]
 # With a quarter of the entries, the three KVReviver rows find at most 3 % of the needles on any decoder. Two other ways answer the questions:
 #
-# - **Few bits for every token.** On the small decoders `full@2` (KIVI) finds nearly all needles. It takes two fifths more bytes than KVReviver here, because the 64 tokens after the compression stay exact. SmolLM2 needs more: it finds 0.12 of the needles with two bits, 0.66 with three, and 0.81 with four, as many as the full cache.
-# - **A better choice.** KVzip rereads the prompt to find out which entries matter. With a quarter of the entries it finds all needles on the small decoders, and 0.75 on SmolLM2. With 4 bits on top (`kvzip@4`) it takes fewer bytes on the small decoders than KVReviver, and nearly twice as many on SmolLM2. Notebook 10 is about KVzip.
+# - **Few bits for every token.** On the small decoders `full@2` (KIVI) finds nearly all needles. It takes two fifths more bytes than KVReviver there, because the 64 tokens after the compression stay exact. SmolLM2 needs more: it finds 0.12 of the needles with two bits, 0.66 with three, and 0.81 with four, as many as the full cache.
+# - **A better choice.** KVzip rereads the prompt to find out which entries matter. With a quarter of the entries it finds all needles on the small decoders, and 0.75 on SmolLM2. With a quarter and 4 bits on top (`kvzip@4`) it takes fewer bytes on the small decoders than KVReviver, and nearly twice as many on SmolLM2. Notebook 10 is about KVzip.
 #
 # The paper's models have 7 billion parameters. On SmolLM2, with 135 million, the printed sums harm more than on *built*: the KL is 7.0 nats after a text of 192 tokens, there 4.9 after one of 448. By the formula above, the number of tokens per slot does not depend on the model.
 #

@@ -92,7 +92,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# The weights and the rest do the same work for every cache; their bars differ by the machine's noise. The cache's part grows with its length, and after 2,900 tokens it is most of the step. A quarter of the entries (SnapKV) takes a quarter to a third of that part. AdaKV keeps as many entries, but its heads differ in length, and plain PyTorch reads them one by one: part of what eviction saves is lost. A kernel can win it back.
+# The weights and the rest do the same work for every cache; their bars differ by the machine's noise. The cache's part grows with its length, and after 2,900 tokens it is most of the step. A quarter of the entries (SnapKV) takes a quarter to a third of that part. AdaKV keeps as many entries, but its heads differ in length, and plain PyTorch reads them one by one: part of what eviction saves is lost. A kernel can read all heads at once.
 #
 # ## 1. The loop
 #
@@ -265,7 +265,7 @@ for tokens in (1024, 4096, 16384):
     print(f"{tokens:20} {slow:14.2f} ms {fast:10.2f} ms {slow / fast:7.1f} {off:13.1e}")
 
 # %% [markdown]
-# This needs no kernel. `kv_reviver_shrunk`, which has one row, attends to slots on every machine. KVReviver as printed has three rows.
+# This needs no kernel. `kv_reviver_shrunk`, which has one row, attends to slots for each decoded token, on every machine. KVReviver as printed has three rows.
 
 # %% [markdown]
 # ## 7. The best that a GPU can do
@@ -310,7 +310,7 @@ axis.legend(fontsize=8, loc="lower right");
 # ## Three things to remember
 #
 # 1. Online softmax makes attention a sum of stretches, in any order. Tiles, splits and packed heads follow from that.
-# 2. Attention to a cache is bound by memory. Compression makes it faster only if the kernel reads fewer bytes.
+# 2. In decoding, attention to a cache is bound by memory. Compression makes it faster only if the kernel reads fewer bytes.
 # 3. Look for algebra before you write a kernel.
 #
 # ## Exercises

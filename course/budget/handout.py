@@ -3,7 +3,7 @@
 #
 # **4 to 5 hours; 18 points by tests, and 4 for the written question.**
 #
-# Scissorhands comes with a theorem: keep the largest weights, and the lost attention is bounded. For a quarter of the entries and weights of a power law with exponent 3 the printed bound is −0.77. A loss cannot be negative: about a quarter of the attention is lost. Here you build the cache, find the lines of the proof that slip, and write a bound that holds.
+# Scissorhands comes with a theorem: keep the largest weights, and the lost attention is bounded. For a quarter of the entries and weights of a power law with exponent 3 the printed bound is −0.77. A loss cannot be negative: if the law has no cut-off, a quarter of the attention is lost. Here you write the core of the cache, find the lines of the proof that slip, and write a bound that holds.
 #
 # ## The idea
 #
@@ -11,7 +11,7 @@
 #
 # Scissorhands assumes that importance persists: the decoder attends again to the tokens it attended to before. An entry is *unimportant* at step s if its weight is below the uniform share 1/s. The entries that were unimportant most often leave.
 #
-# The theorem assumes that the weights v follow a power law, with exponent k and cut off at u, and that the largest stay. ε is its slack for finitely many weights. Then the lost attention is at most a number that the paper prints.
+# The theorem assumes that the weights v follow a power law, with exponent k and cut off at u, and that the largest stay. ε is its slack for finitely many weights. Then the lost attention is on average at most a number that the paper prints.
 #
 # **Example: the cache.** Budget 4; m = 2 entries leave at a time; the newest r = 1 never leaves. Tokens 0 to 5 come one by one. The least important leave first.
 #
@@ -43,7 +43,7 @@
 #
 # ## How to check it
 #
-# The cell after each problem runs its public tests. If your copy also holds earlier assignments, finish them first: tests and experiments call their functions. In grading, every other function is ours, so one mistake costs one problem. No test needs speed.
+# The cell after each problem runs its public tests. If your copy also holds assignment 1, finish it first: tests and experiments call its functions. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem. No test needs speed.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, T new tokens, S slots in use, D numbers per head. Rows and heads are independent. Do not change a tensor that you are given. Keep the signatures.
 
@@ -55,7 +55,7 @@ check = checker("budget")
 # %% [markdown]
 # ## 1. `BudgetSlots.room` (3 points)
 #
-# Algorithm 1 of the paper. T tokens come at once. The given `attend` calls `room(T)`, which says how many of them to take. It writes so many, lets their queries see all that the store holds, these tokens included, and calls `observe`. Then it calls `room` for the tokens that are left, until all are taken. Up to rounding, the outputs must equal those of tokens that come one by one. A single token comes like this:
+# Algorithm 1 of the paper. T tokens come at once. The given `attend` calls `room(T)`, which says how many of them to take. It writes so many, lets each query see what the store holds up to its own token, and calls `observe`. Then it calls `room` for the tokens that are left, until all are taken. Up to rounding, the outputs must equal those of tokens that come one by one. A single token comes like this:
 #
 # - If `self.length`, the slots in use, equals the budget, `self.method.budget`, some entries must leave: call `self.method.evict(self)`, once. It drops at least one entry of each head. Otherwise drop nothing.
 # - Then the token takes a free slot.
@@ -141,9 +141,9 @@ check("mass")
 # %% [markdown]
 # ## 6. `proof_steps` (3 points, check `slips`)
 #
-# Theorem B.3 bounds the lost mass by Eq. 11, which `paper_bound` in the file computes. The proof ends with four numbers. Return them as `ProofSteps(delta, line, factored, printed)`, each a `float`. First call `check_law(beta, k, u, eps)`: ε must be at least 0 and below β. k is never 2, where Δ would be 0.
+# Theorem B.3 bounds the lost mass by Eq. 11, which `paper_bound` in the file computes. Return four numbers of the proof's end as `ProofSteps(delta, line, factored, printed)`, each a `float`. First call `check_law(beta, k, u, eps)`: ε must be at least 0 and below β. k is never 2, where Δ would be 0.
 #
-# All use γ = ((β − ε)/(1 − ε))^{1/(1−k)} − 1, the threshold for u = ∞; u enters through Δ alone.
+# All but Δ use γ = ((β − ε)/(1 − ε))^{1/(1−k)} − 1, the threshold for u = ∞; u enters through Δ alone.
 #
 # | field | value |
 # |---|---|

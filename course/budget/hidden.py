@@ -1,4 +1,4 @@
-"""The hidden tests: plain loops that follow the handout, on several sizes and on edge cases."""
+"""The hidden tests, which a student's copy does not hold: more sizes, and edge cases."""
 import math
 
 import pytest
@@ -142,7 +142,7 @@ def test_counts(run, sizes, history):
 
 @problem("observe")
 def test_even_weights(run):
-    """Each of 41 tokens has a weight of exactly 1/s at every step s, and none is below 1/s."""
+    """At each step s ≤ 41 all s tokens have a weight of exactly 1/s, and none is below it."""
     p = [torch.full((1, 1, 1, 1, s), 1 / s) for s in range(1, 42)]
     same(run("observe", p=p, history=50)[-1], torch.zeros(1, 1, 41, dtype=torch.int32), "the counts")
 

@@ -3,7 +3,7 @@
 #
 # **3 to 5 hours; 16 points by tests, and 3 for the written question.**
 #
-# H2O deletes three quarters of a prompt's entries, and the small decoder here still labels all 32 few-shot prompts correctly. Deleting as many at random leaves 0.59 of the labels (32 documents: `python -m nanollm --methods full random h2o --keep 25`). Here you write the cache that makes such methods possible, and then H2O itself.
+# H2O deletes three quarters of a prompt's entries, and the small decoder here still labels all 32 few-shot prompts correctly. Deleting as many at random leaves 0.59 of the labels (32 documents: `python -m nanollm --methods full random h2o --keep 25`). Here you write the core of the cache that makes such methods possible, and then the score of H2O.
 #
 # ## The idea
 #
@@ -46,7 +46,7 @@
 #
 # ## How to check it
 #
-# Write the functions in this order: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, every other function is ours, so one mistake costs one problem.
+# Write the functions in this order: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, T new tokens, S slots, D numbers per key, w queries. Rows and heads are independent. Do not change a tensor that you are given, unless the problem says so. Keep the signatures. Python loops are fine.
 #
@@ -142,7 +142,7 @@ check("keep")
 # %% [markdown]
 # ## 5. `Slots.drop` (2 points)
 #
-# H2O evicts one slot after each generated token. `keep` would copy the whole cache. `drop` evicts one slot of each head in place.
+# At its budget, H2O evicts one slot of each head after each generated token. `keep` would copy the whole cache. `drop` evicts one slot of each head in place.
 #
 # `i` is (B, H, 1): the slot to evict. Move the last slot *in use* into the hole, in every per-slot tensor. If the evicted slot is the last one, nothing moves. `self.length` falls by one, `self.seen` stays, and the buffers remain the same tensors.
 #
@@ -203,9 +203,9 @@ check("score")
 # %% [markdown]
 # ## 9. Predict, then measure (written, 3 points, graded by hand)
 #
-# The cell compares four caches of a small decoder. Each method keeps a quarter of the prompt's entries. `random` keeps random tokens; `streaming_llm` keeps the first four and the newest. **Before you run it, write down** what you expect, and why:
+# The cell compares four caches of a small decoder. Three methods keep a quarter of the prompt's entries; `full` keeps all. `random` keeps random tokens; `streaming_llm` keeps the first four and the newest. **Before you run it, write down** what you expect, and why:
 #
-# 1. *KiB* is the cache's size at the end of a text of 511 tokens, of which 64 came after the prompt. All three methods also evict after each of these. Keys and values have 16 bits a number. Which fraction of the full cache's bytes does `h2o` take: a quarter, more or less? (A key and a value have 32 numbers each. A position and an accumulated sum take 4 bytes each. The budget is a quarter of the 447 prompt tokens, rounded.)
+# 1. *KiB* is the cache's size at the end of a text of 511 tokens, of which 64 came after the prompt. The three methods also evict after each of these. Keys and values have 16 bits a number. Which fraction of the full cache's bytes does `h2o` take: a quarter, more or less? (A key and a value have 32 numbers each. A position and an accumulated sum take 4 bytes each. The budget is a quarter of the 447 prompt tokens, rounded.)
 # 2. A needle is a fact hidden in the text. Does `h2o` find more needles than `streaming_llm`, fewer, or can you not tell? Does H2O gain if the question is part of the compressed prompt (*aware*)?
 # 3. *KL* measures how far predictions move from the full cache's; 0 means not at all. In which order do the three methods come?
 #
@@ -223,6 +223,6 @@ python -m nanollm --methods full random streaming_llm h2o --keep 25 --documents 
 subprocess.run([sys.executable, *command.split()[1:]], check=True);
 
 # %% [markdown]
-# Write what you measured, where your prediction was wrong, and why, in at most ten sentences. The table has each accuracy ± its standard error. Count two as different only if they differ by more than twice the root of the sum of both errors' squares; for KL take 0.05. The command also writes the figure `compare.png`.
+# Write what you measured, where your prediction was wrong, and why, in at most ten sentences. The table has each accuracy ± its standard error. Count two as different only if they differ by more than twice the root of the sum of both errors' squares; for KL take 0.05 as the error. The command also writes the figure `compare.png`.
 #
 #

@@ -1,4 +1,4 @@
-"""The hidden tests: plain loops that follow the handout, on several sizes and on edge cases."""
+"""The hidden tests, which a student's copy does not hold: more sizes, and edge cases."""
 import math
 
 import pytest
@@ -55,7 +55,7 @@ def holds(got, before, at, what):
 
 
 def full_attention(q, k, v):
-    """Compute attention by a loop: q (B, 2H, T, D), k and v (B, H, T, D)."""
+    """Compute causal attention by a loop: q (B, 2H, T, D), k and v (B, H, T, D)."""
     B, heads, T, _ = q.shape
     expected = torch.zeros(q.shape)
     for b in range(B):
@@ -152,7 +152,7 @@ def test_watched(run):
 @pytest.mark.parametrize("pieces", [[7], [10, 1, 1, 1], [4, 3, 5, 20, 1, 1, 1, 1], [1] * 30])
 @pytest.mark.parametrize("more", [False, True])
 def test_tokens_in_pieces(run, pieces, more):
-    """However a text is cut: all tokens in order, other numbers 0; buffers grow by capacity when full."""
+    """However a text is cut: all tokens in order, other numbers 0; buffers grow to `capacity` when full."""
     n = sum(pieces)
     k, v, pos = drawn(0, 2, 3, n, 4), drawn(1, 2, 3, n, 4).double(), drawn(2, 2, n, values=1000)
     cut = [slice(sum(pieces[:i]), sum(pieces[:i + 1])) for i in range(len(pieces))]
@@ -318,7 +318,7 @@ def test_within_the_budget(run, budget):
 @problem("shrink")
 @pytest.mark.parametrize("budget", [1, 3, 6, 7])
 def test_heads_with_empty_slots(run, budget):
-    """Empty slots have any score but never displace a token; a head may have fewer tokens than the budget."""
+    """Empty slots score highest but displace no token; a head may have fewer tokens than the budget."""
     pos = shuffled(4, 2, 2, 8)
     pos[0, 0, 2:5], pos[1, 1, 0], pos[1, 0, 7] = NEVER, NEVER, NEVER
     before, score = slots(4, pos), drawn(5, 2, 2, 8, values=3).float()

@@ -1,4 +1,4 @@
-"""The public tests, which students have. Each docstring says what the test expects."""
+"""The public tests, which students have."""
 from math import inf, log
 
 import torch
@@ -145,7 +145,7 @@ def test_an_empty_slot(run):
 
 @problem("keep")
 def test_a_slot_that_is_not_there(run):
-    """Slot 3 of a cache with three slots: a ValueError, raised by check_kept."""
+    """Slot 3 of a cache with three slots: a ValueError."""
     raises(run, "kept", slots=slots(tensor([[[0, 1, 2]]])), i=tensor([[[0, 3]]]))
 
 
@@ -240,7 +240,7 @@ def test_the_newest_stays(run):
 
 @problem("score")
 def test_after_evictions(run):
-    """Of ten tokens the cache holds 0 3 6 8 9; budget 4. 8 and 9 are recent; 6 has the least and leaves."""
+    """Of ten tokens the cache holds 0 3 6 8 9; budget 4. 8 and 9 are recent; 6 has the least of the rest."""
     got = run("evicted", slots=slots(tensor([[[0, 9, 6, 3, 8]]]), accumulated=tensor([[[4., 0, 2, 3, 1]]])),
               budget=4, recent=0.5, seen=10)
     same(by_position(got, "pos"), tensor([[[0, 3, 8, 9]]]).int(), "the positions")

@@ -40,7 +40,7 @@
 #
 # ## How to check it
 #
-# The cell after each problem runs its public tests. If your copy also holds earlier assignments, finish them first: tests and experiments call their functions. The hidden tests try other sizes, ties and edge cases. In grading, every other function is ours, so one mistake costs one problem.
+# The cell after each problem runs its public tests. If your copy also holds assignments 1 and 2, finish them first: tests and experiments call their functions. The hidden tests try other sizes, ties and edge cases. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem.
 #
 # Shapes: B batch rows, H key/value heads, n tokens. `(..., n)` means any leading dimensions, or none. Rows and heads are independent. Do not change a tensor that you are given. Keep the signatures. Python loops over chunks or tokens are fine.
 
@@ -52,7 +52,7 @@ check = checker("chunks")
 # %% [markdown]
 # ## 1. `grid` (1 point)
 #
-# Number the chunks. `place` is (..., n): each token's place in the text, counted from 0. After an earlier compression the places have gaps, and heads differ. An empty slot has a negative place. Return `torch.int64` of the same shape: place i is in chunk ⌊i / `size`⌋ + 1, an empty slot in chunk 0.
+# Number the chunks. `place` is (..., n): each token's place in the text, counted from 0. After an earlier compression the places may have gaps, and heads may differ. An empty slot has a negative place. Return `torch.int64` of the same shape: place i is in chunk ⌊i / `size`⌋ + 1, an empty slot in chunk 0.
 #
 # Example: places 0 4 8 −1 in chunks of four give 1 2 3 0.
 #
@@ -126,7 +126,7 @@ check("fit")
 # `layers` holds the stores of all layers, the lowest first. All have read the prompt, `tokens`. A group is `self.reuse` layers that follow each other, from layer 0 on; the last group may be smaller. For each group:
 #
 # - If its lowest layer has seen more tokens than `self.budget` (`layer.seen`), let it choose, once, as `SnapKV.compress` does. `self.window(layer, tokens)` is its observation window, and `window.scores()` are the window scores. `self.budgets(window, scores)` says how many entries each head keeps beside the window. `self.select(window, scores, budgets)` returns a mask of these entries, (B, H, n), for the n slots before the window.
-# - `window.with_window` adds the window to the mask: (B, H, S), for all S slots. Pass the result to `keep_chosen` of every layer in the group. All layers have the same tokens in the same slots.
+# - `window.with_window` adds the window to the mask: (B, H, S), for all S slots. Pass the result to `keep_chosen` of every layer in the group. The layers of a group have the same tokens in the same slots.
 # - Otherwise leave the group as it is.
 #
 # Do not ask for the window of another layer: it has stored no queries. You do not need `model`. The layers of a decoder that is split over several GPUs are not graded.
@@ -139,7 +139,7 @@ check("reuse")
 # %% [markdown]
 # ## 7. Predict, then measure (written, 3 points, graded by hand)
 #
-# The cells hide one fact in a text of 512 tokens, question and answer included, and ask for it. The fact's value has eight tokens ("long") or two ("short"); no full stop marks its end. Each method keeps as many entries as a quarter of the text before the question has; the observation window has 8 tokens. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes afterwards. SnapKV pools its window scores over 7 tokens.
+# The cells hide one fact in a text of 512 tokens, question and answer included, and ask for it. The fact's value has eight tokens ("long") or two ("short"); no full stop marks its end. SnapKV and ChunkKV keep as many entries as a quarter of the text before the question has; the observation window has 8 tokens. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes afterwards. SnapKV pools its window scores over 7 tokens.
 #
 # Each number is the fraction of 64 documents answered. In brackets: the difference to SnapKV ± its standard error, taken document by document. Believe a difference of more than two standard errors. (±0.00: the difference is the same in each document.)
 #

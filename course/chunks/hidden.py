@@ -1,4 +1,4 @@
-"""The hidden tests: plain loops that follow the handout, on several sizes and on edge cases."""
+"""The hidden tests, which a student's copy does not hold: more sizes, and edge cases."""
 import pytest
 import torch
 from torch import tensor
@@ -65,7 +65,7 @@ def test_a_head_with_fewer_chunks(run, how):
 @problem("chunk_scores")
 @pytest.mark.parametrize("how", HOW)
 def test_empty_slots(run, how):
-    """Two empty slots, of score −1 and −2, in chunk 0: its score is below 0, for every `how`. All is float64."""
+    """Two empty slots, of score −1 and −2, in chunk 0: its score is below 0, for every `how`. Scores are float64."""
     scores = tensor([-1., 3, -2, 4], dtype=torch.float64)
     score, length = run("chunk_scores", scores=scores, chunk=tensor([0, 1, 0, 2]), how=how)
     same(score, tensor([HOW[how]([-1., -2]), 3, 4], dtype=torch.float64), f"each chunk's {how}")
@@ -75,7 +75,7 @@ def test_empty_slots(run, how):
 @problem("ranking")
 @pytest.mark.parametrize("shape", [(6,), (2, 3, 40)])
 def test_many_ties(run, shape):
-    """Many ties, any shape: the highest score first, of equal scores the newest."""
+    """Many ties, two shapes: the highest score first, of equal scores the newest."""
     score = drawn(2, *shape, values=4)
     expected = tensor([order(row) for row in score.view(-1, shape[-1]).tolist()]).view(shape)
     same(run("ranking", score=score), expected, "the order")
@@ -84,7 +84,7 @@ def test_many_ties(run, shape):
 @problem("cut_to")
 @pytest.mark.parametrize("budget", [0, 1, 5, 11, 12, 20])
 def test_down_the_ranking(run, budget):
-    """Chunk after chunk, each from its first token on, until exactly the budget is used."""
+    """Chunk after chunk, each from its first token on, until the budget is used or all stay."""
     lengths, score = [[3, 4, 5], [6, 1, 5]], drawn(3, 1, 2, 3)
     chunk = tensor([chunks(each) for each in lengths])[None]
     expected = torch.zeros(1, 2, 12, dtype=torch.bool)

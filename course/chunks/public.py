@@ -1,4 +1,4 @@
-"""The public tests, which students have. Each docstring says what the test expects."""
+"""The public tests, which students have."""
 import torch
 from torch import tensor
 
@@ -67,7 +67,7 @@ def test_the_last_chunk_is_cut(run):
 
 @problem("cut_to")
 def test_a_budget_for_each_head(run):
-    """Two heads with a tensor of budgets, 2 and 3."""
+    """Two heads with a tensor of budgets: the first keeps 2 tokens, the second 3."""
     score, chunk = tensor([[[3., 1], [1, 3]]]), tensor([0, 0, 1, 1]).expand(1, 2, 4)
     expected = tensor([[[True, True, False, False], [True, False, True, True]]])
     same(run("cut_to", score=score, chunk=chunk, budget=tensor([[2, 3]])), expected, "the mask")

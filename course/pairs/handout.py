@@ -39,7 +39,7 @@
 #
 # ## How to check it
 #
-# The cell after each problem runs its public tests. If your copy also holds earlier assignments, finish them first: tests and experiments call their functions. In grading, every other function is ours, so one mistake costs one problem. No test needs speed.
+# The cell after each problem runs its public tests. If your copy also holds assignment 1, finish it first: tests and experiments call its functions. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem. No test needs speed.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, T new tokens, n tokens in all, D numbers per head. Query head i reads key/value head ⌊i/G⌋. `(...)` means any leading dimensions, or none. A key (…, 2D) is [k₁ | k₂] side by side, a value [v₁ | v₂]. Return the dtype of `q`. Do not change a tensor that you are given. Keep the signatures.
 
@@ -76,7 +76,7 @@ check("dense")
 # The cache with four matrices. `attend`, which is given, writes T new tokens and then calls `attention` with their queries: `q` is (B, H·G, T, D), `pos` is (B or 1, T). `self.k` and `self.v`, (B, H, `self.length`, 2D), hold all tokens in order, the new ones last. Return the outputs, (B, H·G, T, D), and `None` in place of the probabilities: no method observes these.
 #
 # 1. Multiply the queries by `self.scale`, or by 1/√D if that is `None`. D is that of `q`.
-# 2. For each of the T queries, in order, call `self.one_query(q, k1, k2, v1, v2)` once: q is (B, H, G, D), scaled; the others are (B, H, n, D), the n tokens up to the query's own. It returns (B, H, G, D). Other caches override it.
+# 2. For each of the T queries, in order, call `self.one_query(q, k1, k2, v1, v2)` once: q is (B, H, G, D), scaled; the others are (B, H, n, D), the n tokens up to the query's own. It returns (B, H, G, D). `FactoredFourCache` overrides it.
 #
 # A pair is as late as its later token, so query t sees the pairs of all tokens up to its own, in order of arrival. Do not compare `pos`. The outputs must not depend on how the tokens are split into pieces.
 #
@@ -104,7 +104,7 @@ check("new")
 #
 # Hold one *tile* of scores at a time: ⌊`self.tile` / n⌋ rows a, at least one, and all n columns b. So `self.tile` counts pairs; the last tile may be shorter. `zip(k1.split(rows, 2), v1.split(rows, 2))` gives the rows of each tile; all of K₂ and V₂ belong to every tile.
 #
-# **Memory is graded.** No tensor that you make may have more than 2·B·H·G·max(`self.tile`, n·D) numbers. The test does not admit all n² scores at once, let alone pairs.
+# **Memory is graded.** No tensor that you make may have more than 2·B·H·G·max(`self.tile`, n·D) numbers. The tests of memory do not admit all n² scores at once, let alone pairs.
 #
 # The softmax runs over all tiles, but you see one at a time. For each query keep three things: the largest score so far, the sum of exp(score − largest), and the same sum weighted by values. When a tile has a larger score, multiply both sums by exp(old largest − new largest). Scores may be in the thousands, positive or negative; no NaN may result.
 #

@@ -1,4 +1,4 @@
-"""The hidden tests: plain loops that follow the handout, on several sizes and on edge cases."""
+"""The hidden tests, which a student's copy does not hold: more sizes, and edge cases."""
 import math
 
 import pytest
@@ -45,7 +45,7 @@ def reads(q, k, v, scale):
 @pytest.mark.parametrize("lead, n, m, D",
                          [((), 3, 5, 2), ((2, 3), 4, 1, 3), ((2, 1, 2), 1, 4, 1), ((), 1, 1, 4)])
 def test_row_by_row(run, lead, n, m, D):
-    """Any leading dimensions, n and m differ: row a·m + b is x_a ∘ y_b."""
+    """Several leading dimensions, n and m: row a·m + b is x_a ∘ y_b."""
     x, y = drawn(0, *lead, n, D), drawn(1, *lead, m, D)
     expected = torch.stack([x[..., a, :] * y[..., b, :] for a in range(n) for b in range(m)], -2)
     same(run("pairs", x=x, y=y), expected, f"pairs of {n} and {m} rows")

@@ -1,4 +1,4 @@
-"""The public tests, which students have. Each docstring says what the test expects."""
+"""The public tests, which students have."""
 import math
 
 import torch
@@ -38,7 +38,7 @@ def test_even_scores(run):
 
 @problem("dense")
 def test_no_scale(run):
-    """D = 4. Only the pair (0, 1) has a score, ln 3: weights 1 3 1 1 of 6, values 6 12 0 0, output 7."""
+    """D = 4. Only the pair (0, 1) has a score above 0, ln 3: weights 1 3 1 1 of 6, values 6 12 0 0, output 7."""
     k1, k2 = torch.zeros(2, 4), torch.zeros(2, 4)
     k1[0, 0] = k2[1, 0] = 1
     v1, v2 = tensor([[6.], [0]]).expand(2, 4), tensor([[1.], [2]]).expand(2, 4)
@@ -111,7 +111,7 @@ def test_the_first_token(run):
 
 @problem("factored")
 def test_even_weights(run):
-    """A query of zeros over the values 1 2 3 and 1 1 1: the output is the mean, 2, for any tile."""
+    """A query of zeros over the values 1 2 3 and 1 1 1: the output is the mean, 2, for tiles of 1, 6 and 100."""
     x, one = torch.zeros(1, 1, 3, 1), torch.ones(1, 1, 3, 1)
     v = tensor([1., 2, 3]).view(1, 1, 3, 1)
     for tile in (1, 6, 100):

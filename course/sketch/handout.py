@@ -42,7 +42,7 @@
 #
 # ## How to check it
 #
-# The cell after each problem runs its public tests. If your copy also holds earlier assignments, finish them first: tests and experiments call their functions. In grading, every other function is ours, so one mistake costs one problem. Python loops over rows are fine. Loops over tokens are slow, but pass (a few thousand tokens in ten seconds).
+# The cell after each problem runs its public tests. If your copy also holds assignment 1, finish it first: tests and experiments call its functions. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem. Python loops over rows are fine. Loops over tokens are slow, but pass (a few thousand tokens in ten seconds).
 #
 # Shapes: B texts, H key/value heads, n tokens, r rows of b slots (`self.rows` and `self.width`), D numbers per key and per value. The slots `self.x` are (B, H, r·b, 2D): row after row, and in each slot first the key, then the value. Token numbers J are (B, H, n), `torch.int64` or `torch.int32`, from 0 to 2²⁰ − 1, no number twice in a head. Texts and heads are independent. n is at least 1, except in problem 1. r is 1 or 3; in problems 1, 2 and 7 it is any number from 1 on. Floats have 64, 32 or 16 bits (float16, bfloat16). Do not change a tensor that you are given, except `self.x` in `insert`. Keep the signatures.
 
@@ -223,7 +223,7 @@ for N in (768, 384, 192, 96, 48, 24, 15):
     print(row)
 
 # %% [markdown]
-# The last cell, under a minute, compares caches that have the bytes of a quarter of the entries. *forgets* is KVReviver without a sketch: its bytes hold exact tokens, and the scores of all. *paper* has three rows, *shrunk* one. *h2o*, for comparison, keeps a quarter of the entries, those with the most attention and the newest; its sums take bytes beside. *KL* measures how far predictions move from the full cache's, in nats, mean over 32 texts: lower is better. *labels* is the fraction of 48 few-shot prompts answered. In brackets: the difference to *forgets* ± its standard error, taken text by text. Believe a difference of more than two standard errors.
+# The last cell compares caches that have the bytes of a quarter of the entries. *forgets* is KVReviver without a sketch: its bytes hold exact tokens, and the scores of all. *paper* has three rows, *shrunk* one. *h2o*, for comparison, keeps a quarter of the entries, those with the most attention and the newest; its sums take bytes beside. *KL* measures how far predictions move from the full cache's, in nats, mean over 32 texts: lower is better. *labels* is the fraction of 48 few-shot prompts answered. In brackets: the difference to *forgets* ± its standard error, taken text by text. Believe a difference of more than two standard errors.
 
 # %%
 from methods.baselines.h2o import H2O

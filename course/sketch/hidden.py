@@ -1,4 +1,4 @@
-"""The hidden tests: plain loops that follow the handout, on several sizes and on edge cases."""
+"""The hidden tests, which a student's copy does not hold: more sizes, and edge cases."""
 from itertools import product
 import math
 

@@ -1,4 +1,4 @@
-"""The public tests, which students have. Each docstring says what the test expects."""
+"""The public tests, which students have."""
 import torch
 from torch import tensor
 

@@ -3,7 +3,7 @@
 #
 # **3 to 5 hours; 15 points by tests, and 3 for the written question.**
 #
-# SnapKV throws away fifteen of every sixteen entries, and the small decoder here still answers all 32 prompts that hide facts, if the question is part of the prompt (`python -m nanollm --methods full snap_kv --keep 6.25`). Here you write it, and two methods that try to choose better: AdaKV and CriticalKV.
+# SnapKV throws away fifteen of every sixteen entries, and the small decoder here still answers all 32 prompts that hide facts, if the question is part of the prompt (`python -m nanollm --methods full snap_kv --keep 6.25`). Here you write its core, and that of two methods that try to choose better: AdaKV and CriticalKV.
 #
 # ## The idea
 #
@@ -40,7 +40,7 @@
 #
 # ## How to check it
 #
-# Write the functions in this order, and those of assignment 1 first if they are empty: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, every other function is ours, so one mistake costs one problem.
+# Write the functions in this order, and those of assignment 1 first if they are empty: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, each problem's function runs with our solutions of the others, so a wrong function costs only its own problem.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, S tokens, w of them in the window, n = S − w before it, D numbers per head. `(..., n)` means any leading dimensions, or none. Rows and heads are independent unless the problem says otherwise. Do not change a tensor that you are given. Keep the signatures. Python loops are fine; a call may take ten seconds. Skip the GPU kernels (`kernel_for`).
 
@@ -94,9 +94,9 @@ check("top")
 # %% [markdown]
 # ## 4. `shared` in `methods/baselines/ada_kv.py` (4 points, check `shares`)
 #
-# `score` is (B, H, S): the pooled window scores of a layer's heads. `mean` is a whole number m, 0 ≤ m ≤ S: entries per head on average. `floor` is f, from 0 to 1. Return how many entries each head gets, (B, H), `torch.int64`. Each row of the batch sums to H · m.
+# `score` is (B, H, n): the pooled window scores of a layer's heads. `mean` is a whole number m, 0 ≤ m ≤ n: entries per head on average. `floor` is f, from 0 to 1. Return how many entries each head gets, (B, H), `torch.int64`. Each row of the batch sums to H · m.
 #
-# 1. In each row, take the H · m highest of all H · S scores. Head h has n_h of them. Of equal scores, prefer the newer token; for the same token, the *larger* head index.
+# 1. In each row, take the H · m highest of all H · n scores. Head h has n_h of them. Of equal scores, prefer the newer token; for the same token, the *larger* head index.
 # 2. Head h should get exactly f · m + (1 − f) · n_h. Round down.
 # 3. Hand out what is missing to H · m, one each, to the heads with the largest remainders (the parts cut off). Of equal remainders, prefer the *smaller* head index.
 #
@@ -122,7 +122,7 @@ check("shares")
 #
 # Example: the value (1, 2) and rows (1, 0), (0, −1), (1, 1) of W_O give 1, −2, 3. The norm is 6.
 #
-# The products of all heads at once, n × d each, would be the largest tensor of all. Our solution goes head by head; yours need not.
+# The products of all heads at once, n × d each, take much memory. Our solution goes head by head; yours need not.
 #
 # <details><summary>Hint</summary><code>w_o.unflatten(1, (H, -1))</code> separates the heads. <code>torch.sum</code> accepts a <code>dtype</code>.</details>
 

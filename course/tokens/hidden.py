@@ -1,4 +1,4 @@
-"""The hidden tests: plain loops that follow the handout, on several sizes and on edge cases."""
+"""The hidden tests, which a student's copy does not hold: more sizes, and edge cases."""
 from fractions import Fraction
 import math
 
@@ -103,7 +103,7 @@ def test_snap_kv(run, kernel):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 9), (2, 3, 2, 12)])
 @pytest.mark.parametrize("kernel", [1, 3, 7, 15])
 def test_windows(run, shape, kernel):
-    """Any shape, and widths beyond the text; the shape stays."""
+    """Several shapes, and widths beyond the text; the shape stays."""
     score = drawn(0, *shape).abs()
     rows = [pooled(row, kernel) for row in score.view(-1, shape[-1]).tolist()]
     same(run("pool", score=score, kernel_size=kernel), tensor(rows).view(shape), "the pooled scores")
@@ -120,7 +120,7 @@ def test_below_0(run):
 @pytest.mark.parametrize("shape", [(7,), (2, 3, 10), (2, 2, 2, 33)])
 @pytest.mark.parametrize("budget", [0, 1, 4, 7, 50])
 def test_ties(run, shape, budget):
-    """Many ties, any shape: exactly min(budget, S) stay, of equal scores the newest."""
+    """Many ties, several shapes: exactly min(budget, S) stay, of equal scores the newest."""
     score = drawn(0, *shape, values=4)
     rows = [mask(highest(row, budget), shape[-1]) for row in score.view(-1, shape[-1]).tolist()]
     same(run("top", score=score, budget=budget), torch.stack(rows).view(shape), "the mask")
@@ -301,7 +301,7 @@ def test_in_a_cache(run):
 @problem("theta")
 @pytest.mark.parametrize("shape", [(6,), (2, 3, 2, 9)])
 def test_theta_by_a_loop(run, shape):
-    """θ of each head, any leading dimensions."""
+    """θ of each head, with and without leading dimensions."""
     weights, norms = drawn(0, *shape).double().softmax(-1), drawn(1, *shape).double().abs()
     kept = drawn(2, *shape, values=2).bool()
     kept[..., 0] = True

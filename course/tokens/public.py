@@ -1,4 +1,4 @@
-"""The public tests, which students have. Each docstring says what the test expects."""
+"""The public tests, which students have."""
 from math import log
 
 import torch
@@ -69,7 +69,7 @@ def test_of_equals_the_newest(run):
 
 @problem("top")
 def test_a_budget_for_each_head(run):
-    """Two heads with a tensor of budgets, 1 and 2."""
+    """Two heads with a tensor of budgets: the first keeps 1, the second 2."""
     got = run("top", score=tensor([[[3., 1, 2], [3, 1, 2]]]), budget=tensor([[1, 2]]))
     same(got, tensor([[[1, 0, 0], [1, 0, 1]]]).bool(), "the mask")
 

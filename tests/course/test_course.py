@@ -75,7 +75,7 @@ def graded(handed_out):
 
 
 def test_a_function_as_handed_out_has_no_points(graded, handed_out):
-    """Of one assignment. In another test below every test refuses an empty function."""
+    """Grade `cache` as handed out: every test fails, and says which line to write."""
     tests, (header, row) = graded
     assert header == ["submission", *tests, "total"]
     assert row[0] == "copy"
@@ -91,7 +91,7 @@ def test_a_function_as_handed_out_has_no_points(graded, handed_out):
 
 
 def test_a_fault_costs_its_own_problem_only(graded):
-    """Functions that never end, end the process or return oddities, beside those of `tokens`."""
+    """Grade faulty functions of `chunks` beside right ones of `tokens`."""
     tests, _ = graded
     for name, each in tests.items():
         right = name.startswith("tokens")
