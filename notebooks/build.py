@@ -1,7 +1,7 @@
 """Run the notebooks and store them with their outputs: python notebooks/build.py [notebooks/NN_name.py ...]
 
-Each NN_name.py (jupytext, py:percent) becomes the NN_name.ipynb beside it. Two builds on one machine give the same file,
-but for the times that a notebook measures.
+Each NN_name.py (jupytext, py:percent) becomes the NN_name.ipynb beside it. Two builds on one machine give the
+same file, but for the times that a notebook measures.
 """
 import base64
 from io import BytesIO
