@@ -130,7 +130,7 @@ for setting, cut in CUTS.items():
 # %% [markdown]
 # Aware, the answer is that of the full cache. Agnostic, the answer has the right form and a wrong number.
 #
-# In a conversation, `begin_turn` lets the model read on as in a prompt, and `compress` ends each turn. Here the text is the first turn and the question the second:
+# In a conversation, `begin_turn` lets the model read on as in a prompt, and `compress` ends each turn. (Compactor, `kvzip_fast` and `question_gates` compress only once.) Here the text is the first turn and the question the second:
 
 # %%
 memory = attach(model, SnapKV, budget=64, window_size=8)
@@ -372,7 +372,7 @@ for setting in table.SETTINGS:
 #
 # ## Where to go
 #
-# - `python -m nanollm --model smollm2`, or a folder in its place, compares more methods. With a file in `methods/` that ends with `variants = {"large_values": LargeValues}`, `--methods large_values` and `--all` measure your method. `large_values@4` then names the same method with its entries stored in four bits; this works for every method without a store of its own, such as `snap_kv@4`.
+# - `python -m nanollm --model smollm2`, or a folder in its place, compares more methods. With a file in `methods/` that ends with `variants = {"large_values": LargeValues}`, `--methods large_values` and `--all` measure your method. `large_values@4` then names the same method with the prompt's entries stored in four bits; this works for every method without a store of its own, such as `snap_kv@4`.
 # - `--text FILE` hides the facts in your text.
 # - `--dtype bfloat16` takes half of the bytes of `--dtype float32`, for weights and cache. (The table's KiB are of 16-bit numbers with either.)
 # - `python -m nanollm generate --model FOLDER --method h2o --budget 64 --file TEXT` continues your text.

@@ -171,7 +171,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # | other questions come, of any kind | `kvzip@4` | it keeps what the text can be rebuilt from | reading twice; slower steps |
 # | many prompts, each read once | `kvzip_fast` | it has learned what a reread would say | a calibration |
 # | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | reading twice; 8 entries of the budget |
-# | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | most of what is old |
+# | a long stream | `streaming_llm`, `h2o` | the cache stays within its budget | most of what is old |
 #
 # The table is for SmolLM2, one pretrained decoder. On *built* and *learned* some rows would read otherwise: there two bits keep nine tenths of the answers. On your model the answer may differ again, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
 #

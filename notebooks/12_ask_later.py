@@ -305,7 +305,7 @@ for name, (short, few, long, some) in ms.items():
 #     python -m nanollm compress --model smollm2 --method question_gates@4 --keep 25 --file TEXT --out text.cache
 #     python -m nanollm ask text.cache "How many steps lead to the lamp?"
 #
-# These commands do what the next cell does with one method and one question. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`). A text may have 8,192 tokens with question and answer. If its whole cache would not fit into memory, `--evict-early` lets `compress` evict after every 512 tokens (RESULTS.md, `early`).
+# These commands do what the next cell does with one method and one question. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`). With question and answer a text may have 8,192 tokens; KVzip takes texts of up to 7,672. If its whole cache would not fit into memory, `--evict-early` lets `compress` evict after every 512 tokens (RESULTS.md, `early`).
 
 # %%
 QUESTIONS = ("How many steps lead to the lamp?", "Who is the oldest member of the choir?",
