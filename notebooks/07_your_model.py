@@ -43,9 +43,9 @@ torch.set_grad_enabled(False);  # or whatever is read would be kept for a backwa
 # %% [markdown]
 # ## Your model
 #
-# `MODEL` is "smollm2", a GGUF file, or a folder with `config.json`, weights and a tokenizer, as `save_pretrained` writes them. If `MODEL` is the id of a model on the Hugging Face hub, `load` downloads it: its safetensors, and no pickles. `load` returns the model in a wrapper for our measurements, and its tokenizer. `dtype="bfloat16"` halves the bytes of a large model.
+# `MODEL` is "smollm2", a GGUF file, or a folder with `config.json`, weights and a tokenizer, as `save_pretrained` writes them. If `MODEL` is the id of a model on the Hugging Face hub, `load` downloads it: its safetensors, and no pickles. `load` returns the model in a wrapper for our measurements, and its tokenizer. `dtype="bfloat16"` halves the bytes of its weights.
 #
-# If your model is already loaded, use `Bridged(model)`, and for its tokenizer `hf_tokenizer(FOLDER)` from `nanollm.checkpoint`, the folder to which its `save_pretrained` has written.
+# If your model is already loaded, use `Bridged(model)`, and for its tokenizer `hf_tokenizer(FOLDER)` from `nanollm.checkpoint`. FOLDER is where the tokenizer's `save_pretrained` has written.
 
 # %%
 MODEL, DEVICE = "smollm2", "cpu"  # ← a folder or a file of your own, and "cuda" if you have it
@@ -58,7 +58,7 @@ print(f"{type(model).__name__}: {size:.1f} M parameters, {c.n_layers} layers, "
       f"{c.n_heads} query heads that share {c.n_kv_heads} key/value heads")
 
 # %% [markdown]
-# The model needs something to remember. `Tasks` hides four facts in real text, and asks for one of them at the end.
+# The model needs something to remember. The task `needle` of `Tasks` hides four facts in real text, and asks for one of them at the end.
 
 # %%
 tasks = Tasks(encoding, "test")
@@ -68,7 +68,7 @@ prompt, right = tokens[:, :answer.start], tokens[0, answer]
 print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()), "⟧")
 
 # %% [markdown]
-# The answer stands in brackets. The model does not see it.
+# The right answer stands in brackets. The model reads the text up to them.
 #
 # ## Five lines
 #
@@ -78,7 +78,7 @@ print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()
 # 4. `generate` feeds that token again and continues from the compressed caches.
 # 5. `detach` returns the model to its own attention.
 #
-# The last token is read twice. The first time its query scores the entries. The second time it attends to the compressed cache, so that the full cache does not produce the first token of the answer.
+# The last token is read twice. The first time its query helps to score the entries. The second time it attends to the compressed cache, so that the full cache does not produce the first token of the answer.
 #
 # The method is SnapKV. The last 8 queries of the prompt score the entries before them. Each head keeps 64 entries: those of the last 8 tokens but for the forgotten one, and 57 others.
 
@@ -93,7 +93,7 @@ detach(model)
 print("answer:", encoding.decode(written[0, answer.start:].tolist()))
 
 # %% [markdown]
-# `compressed` does the first three steps and the last, so that their order cannot be wrong. It knows methods by name, and takes a keep ratio: 25 % is what kvpress calls a `compression_ratio` of 0.75. (`ask`, beside it, takes a text and questions in words.)
+# `compressed` does the first three steps and the last, so that their order cannot be wrong. It knows methods by name, and takes a keep ratio: 25 % is what kvpress calls a `compression_ratio` of 0.75. (`lab/questions.py` also has `ask`, which takes a text and questions in words.)
 
 # %%
 with compressed(model, prompt, "snap_kv", keep=64 / prompt.shape[1], window_size=8) as memory:
@@ -130,7 +130,7 @@ for setting, cut in CUTS.items():
 # %% [markdown]
 # Aware, the answer is that of the full cache. Agnostic, the answer has the right form and a wrong number.
 #
-# In a conversation, `begin_turn` lets the model read on as in a prompt, and `compress` ends each turn. Here the text is the first turn and the question the second:
+# In a conversation, `begin_turn` lets the model read on as in a prompt, and `compress` ends each turn. (Compactor, `kvzip_fast` and `question_gates` compress only once.) Here the text is the first turn and the question the second:
 
 # %%
 memory = attach(model, SnapKV, budget=64, window_size=8)
@@ -143,11 +143,11 @@ for end in (page.question, answer.start):
 detach(model)
 
 # %% [markdown]
-# The second turn chooses among what the first has left, and the new entries. An entry that a turn evicts never comes back.
+# The second turn chooses among what the first has left, and the new entries. An entry that SnapKV evicts in a turn never comes back.
 #
 # ## What the heads keep
 #
-# In the figure a row is a key/value head and a column is a token. Blue entries stay. Pale bands are the facts; the arrow marks the number that the question asks for. The last token, and in the agnostic setting the question (grey), come after the compression.
+# In the figure a row is a key/value head and a column is a token. Blue entries stay. Pale bands are the facts; the arrow marks the number that the question asks for. The last token that was read before the compression is missing: it is fed again. In the agnostic setting the question (grey) also comes after the compression.
 
 # %%
 value, H = page.stated[0], c.n_kv_heads  # where the number that is asked for stands
@@ -177,7 +177,7 @@ for setting, held in kept.items():
 # %% [markdown]
 # Aware, 17 heads keep the whole number, among them the three heads of layer 21. Agnostic, 29 heads keep it; the fact stands close to the observation window. The answer is wrong all the same, and in layer 21 only one head keeps the number. On this page, *which* heads keep a fact matters more than how many.
 #
-# The next table counts bytes on the tensors. *Live* bytes belong to kept entries; *allocated* bytes include free slots. This decoder computes in 32 bits. The percentage compares both caches in 16 bits, as most models use them.
+# The next table counts bytes on the tensors. *Live* bytes belong to kept entries and to what is stored with them; *allocated* bytes include free slots. This decoder computes in 32 bits. The percentage divides live bytes by the full cache's, both in 16 bits, as most models use them.
 
 # %%
 METHODS = pick(["full", "snap_kv", "chunk_kv", "kvzip", "full@2"])
@@ -189,13 +189,13 @@ for name, variant in METHODS.items():
     print(f"{name:18}{live / 1024:11.1f}{allocated / 1024:11.1f}{in_16 / full:8.0%} of full")
 
 # %% [markdown]
-# `budget=64` is a quarter of the page. A name stands for a *variant*, a method with some of its options; `given` returns these, and of your settings those that the method has. `kvzip` reads the text twice, and keeps what the second reading needed. `full@2` has no budget: it keeps every token in two bits a number.
+# `budget=64` is a quarter of the page. A name stands for a *variant*, a method with some of its options; `given` returns these, and of your settings those that the name leaves open. `kvzip` reads the text twice, and keeps what the second reading needed. `full@2` has no budget: it keeps every token of the prompt in two bits a number.
 #
 # ## Compare methods
 #
-# One page proves nothing. `build` makes documents for two tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. The benchmark also compresses plain text, and measures how far the following predictions move from the full cache's: the KL, in nats a token.
+# One page proves nothing. Here `build` makes documents for two tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. The benchmark also compresses plain text, and measures how far the following predictions move from the full cache's: the KL, in nats a token.
 #
-# The model reads each document once. Its queries, keys and values are recorded, and `run` feeds the recording to each method. (A method that evicts or changes entries while it reads, such as Scissorhands, cannot take the recording: for it the model reads the documents again.) `maker` turns a method's class and a keep ratio into a function that makes the caches of a prompt.
+# The model reads each document, and its queries, keys and values are recorded. `run` feeds the recording to each method. (A method that evicts or changes entries while it reads, such as Scissorhands, cannot take the recording: for it the model reads the documents again.) `maker` turns a method's class and a keep ratio into a function that makes the caches of a prompt.
 #
 # 4 documents a task separate only methods that differ much. The standard error is printed.
 
@@ -206,7 +206,7 @@ bench = build(Bridged(model), tasks, T, N, names=TASKS)
 
 
 def measure(name, variant):
-    """A row: what the method keeps of the answers, what it changes, and its bytes."""
+    """A row: the method's accuracies, its KL, and its bytes."""
     bridged, keep_ratio = Bridged(model), BUDGET if variant.takes("budget") else None
     options = variant.given(window_size=8)
     make = maker(bridged, variant.kind, keep_ratio, variant.store, **options)
@@ -236,13 +236,13 @@ draw(rows)
 # %% [markdown]
 # SmolLM2 itself misses one needle and one pair of four. Compare with its row, not with 1.00.
 #
-# If the question comes later, SnapKV and ChunkKV lose all needles and pairs. KVzip answers at least as much as the full cache in both settings: its second reading asks for everything. Of what the full cache answers, two bits for every token lose a third of the pairs, and two thirds of the needles or more.
+# If the question comes later, SnapKV and ChunkKV lose all needles and pairs. KVzip answers at least as much as the full cache in both settings: its second reading asks for everything. Of what the full cache answers, two bits for every token (`full@2`) lose a third of the pairs, and two thirds of the needles or more.
 #
 # Four documents decide little. RESULTS.md has such a table with 32 documents a task. Does it look like this on your model? The cells above tell you.
 #
 # ## Your questions
 #
-# Your own texts and questions judge better than ours. Write them into a file, one JSON object a line: `context`, `question` and `answers`, and if you like `answer_prefix`, the words with which the answer begins. `python -m nanollm --questions FILE` asks them after the compression, and `--settings aware` compresses the question with the text. The cell calls this command.
+# Your own texts and questions say more about your use than ours. Write them into a file, one JSON object a line: `context`, `question` and `answers`, and if you like `answer_prefix`, the words with which the answer begins. `python -m nanollm --questions FILE` asks them after the compression, and `--settings aware` compresses the question with the text. The cell calls this command.
 
 # %%
 SHOP = """Ann keeps a shop in Oslo and sells lamps. Her brother Tom repairs clocks in Bergen. On
@@ -265,13 +265,13 @@ compare(f"--questions {folder}/shop.jsonl --figure {folder}/shop.png --model {MO
 #
 # ## Gates for your model
 #
-# `question_gates` reads once, as SnapKV does, and keeps the answers to later questions, as KVzip does (notebook 12). It needs gates of your model, which learn once.
+# `question_gates` reads once, as SnapKV does, and chooses for later questions, as KVzip does (notebook 12). It needs gates of your model, which learn once.
 #
-# 1. **Can it be taught?** Only questions that the full cache answers teach. `python -m nanollm --model FOLDER --questions lab/natural_judge.jsonl --methods kvzip` asks 72 questions about passages that do not teach. If the full cache answers under a fifth, take `kvzip`.
+# 1. **Can it be taught?** Only questions that the full cache answers (−log p below 2 nats a token) teach. `python -m nanollm --model FOLDER --questions lab/natural_judge.jsonl --methods kvzip` asks 72 questions about passages that do not teach. If the full cache answers under a fifth, take `kvzip`.
 # 2. **Teach.** `python -m nanollm --model FOLDER --questions lab/natural_judge.jsonl --methods kvzip question_gates --calibration GATES` writes the gates into the folder GATES, and measures them. `--device cuda:0` computes on a GPU.
 # 3. **Teach your kind.** `python -m nanollm teach --model FOLDER --questions YOURS.jsonl --start GATES --calibration MINE` goes on with your questions.
 #
-# The recipe reads 201 contexts, 92,000 tokens of SmolLM2's, and takes 450 steps, each a forward and a backward pass over a few questions. SmolLM2 needs ten minutes for it on two cores; another model takes roughly in proportion to its weights. Until the end, queries, keys and values of the contexts wait in CPU memory, two bytes a number: at most 5 GiB for SmolLM2's 30 layers of 15 heads of 64 numbers, and at the start of the training three quarters more. The model's weights stay as they are, and get no gradients.
+# The recipe reads 201 contexts, 92,000 tokens of SmolLM2's, and takes 450 steps, each a forward and a backward pass over the questions of one context. SmolLM2 needs ten minutes for it on two cores; another model takes roughly in proportion to its weights. Until the end, queries, keys and values of the contexts wait in CPU memory, two bytes a number: at most 5 GiB for SmolLM2's 30 layers of 15 heads of 64 numbers, and at the start of the training three quarters more. The model's weights stay as they are, and get no gradients.
 #
 # ## When the comparison means nothing
 #
@@ -292,7 +292,7 @@ print(f"\nrandom weights:\n{table.unfit([row])}")
 #
 # ## Is it still your model?
 #
-# With a cache that keeps everything, the logits must be those of the untouched model. The cell compares them for a text that is read whole, in pieces, and token by token.
+# With a cache that keeps everything, the logits must be those of the untouched model, but for rounding. The cell compares them for a text that is read whole, in pieces, and token by token.
 
 # %%
 detach(model)
@@ -312,7 +312,7 @@ detach(model)
 #
 # ## Models that are refused
 #
-# A cache here computes plain attention over the kept entries. A model that computes something else (capped scores, sink logits, cross attention) would give wrong answers, so `attach` or the first call refuses it and says why. Two examples: a small model with random weights of which all layers slide, that is, see the last 16 tokens alone, and your model with padding on the right. (Padding on the left is served: each text of a batch has caches of its own.)
+# Behind the bridge, caches compute plain softmax attention. A model that computes something else (capped scores, sink logits, cross attention) would give wrong answers, so `attach` or the first call refuses it and says why. Two examples: a small model with random weights of which all layers slide, that is, see the last 16 tokens alone, and your model with padding on the right. (Padding on the left is served: each text of a batch has caches of its own.)
 #
 # If some layers slide and others see everything, as in Gemma 3, the model is served. A method then compresses the layers that see everything, and its keep ratio is of these. The others keep what they see.
 
@@ -334,9 +334,9 @@ detach(model)
 # %% [markdown]
 # ## Your own method
 #
-# A method is one object for the whole model. Its options are dataclass fields. Each layer has a store with slots, which the method receives as `layer`.
+# A method is one object for all layers. Its options are dataclass fields. Each layer has a store with slots, which the method receives as `layer`.
 #
-# This method keeps the entries with the largest values, and the 16 newest. It overrides `evict`, which runs when the prompt is compressed and after each later token. A method that looks at the queries of what is read also has `observe(self, layer, q, p)`. This one needs none. A `Scored` method is shorter: it evicts by its score alone (`methods/baselines/key_diff.py`).
+# This method keeps the entries with the largest values, and the 16 newest. It overrides `evict`, which runs when the prompt is compressed and after each later piece of text. A method that looks at the queries of what is read also has `observe(self, layer, q, p)`. This one needs none. A subclass of `Scored` is shorter: it has a `score` in place of `evict` (`methods/baselines/key_diff.py`).
 
 # %%
 @dataclass
@@ -372,9 +372,9 @@ for setting in table.SETTINGS:
 #
 # ## Where to go
 #
-# - `python -m nanollm --model smollm2`, or a folder in its place, compares more methods. With a file in `methods/` that ends with `variants = {"large_values": LargeValues}`, `--methods large_values` and `--all` measure your method. `large_values@4` then names the same method with its entries stored in four bits; this works for every method without a store of its own, such as `snap_kv@4`.
+# - `python -m nanollm --model smollm2`, or a folder in its place, compares more methods. With a file in `methods/` that ends with `variants = {"large_values": LargeValues}`, `--methods large_values` and `--all` measure your method. `large_values@4` then names the same method with the prompt's entries stored in four bits; this works for every method without a store of its own, such as `snap_kv@4`.
 # - `--text FILE` hides the facts in your text.
-# - `--dtype bfloat16` halves the bytes of weights and cache. (The table's KiB always count 16 bits.)
+# - `--dtype bfloat16` takes half of the bytes of `--dtype float32`, for weights and cache. (The table's KiB are of 16-bit numbers with either.)
 # - `python -m nanollm generate --model FOLDER --method h2o --budget 64 --file TEXT` continues your text.
 #
 # ## Exercises

@@ -3,11 +3,11 @@
 #
 # You have a decoder, a long prompt, and memory for a quarter of its cache. This repository has more than twenty methods. Which one would you take?
 #
-# The answer depends on one thing more than on all others: what do you know about the question when you compress? This lesson shows that on one text, then on one page for most methods on SmolLM2, a pretrained decoder, then for other budgets and two small decoders. It ends with a table to choose by.
+# The answer depends on one thing more than on all others: what do you know about the question when you compress? This lesson shows that on one text, then on one page for most methods on SmolLM2, a pretrained decoder, then for other budgets and two small decoders. Then comes a table to choose by.
 #
 # **Before:** `00_kv_cache.ipynb`. **Time:** half an hour to read, under a minute to run. Long measurements are not repeated here; their rows are read from `lab/stored/`. RESULTS.md names the command of each. **Then you will know** what each family of methods bets on, when it loses its bet, and which method to try first.
 #
-# Words: an *entry* is one token's key and value in one head. The *keep ratio* is the share of the prompt's entries that stay. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes after the compression.
+# Words: an *entry* is one token's key and value in one head. The *keep ratio* is a head's mean budget, as a share of the prompt without its question. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes after the compression.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -39,9 +39,9 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # 1. **The question.** If it is in the prompt, keep what it looks at. SnapKV, PyramidKV, AdaKV, CriticalKV and ChunkKV make this bet: the prompt's last queries, the observation window, give each entry a score.
 # 2. **The past.** What was attended to often will be attended to again. H2O and Scissorhands make this bet.
-# 3. **The text.** Keep what the text can be rebuilt from, whatever the question. KVzip reads the prompt twice: what the reread looks at must stay.
+# 3. **The text.** Keep what the text can be rebuilt from, whatever the question. KVzip reads the prompt twice: what the reread looks at most stays.
 #
-# Two kinds of method drop no token for good. KIVI (`full@4`) rounds each number to a few bits. KVReviver adds evicted entries into shared slots, a sketch.
+# Two kinds of method drop no token for good. KIVI (`full@4`) rounds numbers to a few bits. KVReviver adds evicted entries into shared slots, a sketch.
 #
 # Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that differ most from their mean.
 #
@@ -49,7 +49,7 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # ## One page of text, four caches
 #
-# The page states four codes. A quarter of its entries may stay. The decoder is *built*, one of the two small ones that ship. Then comes a question for one code, 2356. Guess first: which of the four caches can answer?
+# The page states four codes. A quarter of its entries may stay. The decoder is *built*, one of the two small ones that ship. A question asks for one code, 2356. Guess first: which of the four caches can answer?
 
 # %%
 tokens, cuts = prompt(model, encoding, PAGE, QUESTION)  # cuts: how many tokens are compressed
@@ -71,11 +71,11 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
           low="kept by no head", mark="the fact asked for", columns=2, width=70);
 
 # %% [markdown]
-# Each token is as dark as the share of heads that keep it. Aware, SnapKV keeps the fact in some heads, and these are enough. Agnostic, its window is the page's end, which says nothing about codes; the answer is made up. H2O keeps the page's end in every head, its beginning in many, and scattered words. KVzip keeps something of every fact, and little of what repeats or follows from the words before.
+# Each token is as dark as the share of heads that keep it. Aware, SnapKV keeps the fact in some heads, and these are enough. Agnostic, its window is the page's end, which says nothing about codes; the answer is made up. H2O keeps the page's end in every head, its beginning in many, and scattered words. KVzip keeps every token in some heads, those of the fact too.
 #
 # ## All methods on one page
 #
-# Here is one row for most methods on SmolLM2-135M-Instruct, with a quarter of the entries; `full@2` to `full@4` have their bits instead. A ring is the aware score, a dot the agnostic one; a grey line joins them.
+# Here is one row for most methods on SmolLM2-135M-Instruct, with a quarter of the entries; `full` and `full@2` to `full@4` keep all of them. A ring is the aware score, a dot the agnostic one; a grey line joins them.
 #
 # *Needle*: one of four facts in a text is asked for. *Pairs*: the value of one of 16 listed keys. *Label*: the label of a line, after 16 examples. *KL*: how far predictions of plain text move from those of the full cache; less is better.
 
@@ -132,7 +132,7 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 # - **In between**: two bits find an eighth of the later needles. On the small decoders they find nearly all (notebook 08).
 # - KVReviver as printed stands apart in the last column. Its repaired variants (`mean`, `shrunk`) have a larger KL than H2O, and no more answers.
 #
-# The standard error of a dot stands above the figure. A difference of less than two of them decides nothing.
+# The largest standard error of an accuracy stands above the figure. A difference of less than two of them decides little.
 #
 # ## How small may the budget be?
 #
@@ -157,9 +157,9 @@ axes[0].set(ylabel="answers kept, agnostic")
 axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses a sixth. With an eighth or less `question_gates` loses no more than KVzip. Its gates have learned from questions of these kinds, about other facts, and of other kinds.
+# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses about a sixth. With an eighth or less `question_gates` loses no more than KVzip. Its gates have learned from questions of these kinds, about other facts, and of other kinds.
 #
-# Bytes are not the only price. With KVzip's reread, reading takes about three times as long on *built* (notebook 10). Fast KVzip and `question_gates` avoid it, but must learn first, once for a decoder. Few bits must become numbers again at each step. RESULTS.md, "Speed and memory", has the times of eight other methods.
+# Bytes are not the only price. With KVzip's reread, reading takes about three times as long on *built* (notebook 10). Fast KVzip and `question_gates` avoid it, but must learn first, once for a decoder. Few bits must become numbers again at each step. RESULTS.md, "Speed and memory", has the times of seven other methods.
 #
 # ## Which one would you take?
 #
@@ -171,7 +171,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # | other questions come, of any kind | `kvzip@4` | it keeps what the text can be rebuilt from | reading twice; slower steps |
 # | many prompts, each read once | `kvzip_fast` | it has learned what a reread would say | a calibration |
 # | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | reading twice; 8 entries of the budget |
-# | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | most of what is old |
+# | a long stream | `streaming_llm`, `h2o` | the cache stays within its budget | most of what is old |
 #
 # The table is for SmolLM2, one pretrained decoder. On *built* and *learned* some rows would read otherwise: there two bits keep nine tenths of the answers. On your model the answer may differ again, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
 #

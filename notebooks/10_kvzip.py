@@ -54,7 +54,7 @@ for Kind, options in (SnapKV, dict(window_size=8)), (KVzip, {}):
 #
 # ## The reread
 #
-# Nobody knows the question, but everybody knows the document. A cache from which the decoder can repeat the whole document has lost nothing that a question could need. So KVzip feeds the document a second time, after the first, and records which entries of the first pass the decoder looks at. An entry's score is the largest attention that any token of the reread gives it. The entries with the highest scores stay, those of all layers and heads in one ranking:
+# Nobody knows the question, but everybody knows the document. KVzip's idea: a cache from which the decoder can repeat the whole document has lost nothing that a question could need. So it feeds the document a second time, after the first, and records which entries of the first pass the decoder looks at. An entry's score is the largest attention that any token of the reread gives it. The entries with the highest scores stay, those of all layers and heads in one ranking:
 #
 # $$S_i = \max_{t \,\in\, \text{reread}} \alpha_{t,i}, \qquad \text{keep the } L \cdot H \cdot b \text{ entries with the highest } S_i.$$
 #
@@ -81,7 +81,7 @@ stay = c.n_layers * c.n_kv_heads * (n // 8)  # entries, in all heads together: a
 kept = score >= score.flatten().topk(stay).values[-1]
 
 # %% [markdown]
-# The library does the same for a batch, in pieces of 512 tokens. It keeps the same entries:
+# The library does the same for a batch, in pieces of up to 512 tokens. Here it keeps the same entries:
 
 # %%
 caches = make_cache(model, KVzip, budget=n // 8)
@@ -112,7 +112,7 @@ panels = {"SnapKV, layer 1": plot.kept(caches, n)[1].mean(0),
 plot.text(pieces, panels, batch.facts[0, :n], columns=2, width=72);
 
 # %% [markdown]
-# Both caches hold an eighth of all entries. SnapKV has dropped the facts. KVzip keeps most of layer 1, and hardly anything in the other layers.
+# Both caches hold an eighth of all entries. In layer 1 SnapKV has dropped the facts. KVzip keeps most of layer 1, and hardly anything in the other layers.
 #
 # ## The largest attention, not the sum
 #
@@ -134,7 +134,7 @@ for name, mask in {"largest attention": score >= least, "sum": total >= least_su
           "in layer 1 stay.")
 
 # %% [markdown]
-# A fact is needed once: one token of the reread looks at it, often with most of its attention. Other entries get a little from everybody, and their sum is as large. The largest attention tells the two apart, the sum does not: it keeps 18 % of the facts' entries where the largest attention keeps 91 %.
+# A fact is needed once: one token of the reread looks at it, often with most of its attention. Other entries get a little from everybody, and their sum is as large. The largest attention tells the two apart, the sum does not: in layer 1 it keeps 18 % of the facts' entries, the largest attention 91 %.
 #
 # ## One ranking for all layers
 #
@@ -178,7 +178,7 @@ print(text_table(shown))
 #
 # ## Few bits on top
 #
-# The entries that stay can also be stored in fewer bits. Which entries stay is the method's decision; how they are stored is the store's. So another store is all that it takes: `RoundedSlots` has four bits. In tables the pair is called `kvzip@4`, and every method without a store of its own can have it (`snap_kv@4`). `full@4` is KIVI, which keeps every token in four bits. Bytes are those of one document right after the compression, if the model's numbers have 16 bits:
+# The entries that stay can also be stored in fewer bits. Which entries stay is the method's decision; how they are stored is the store's. So another store is all that it takes: `RoundedSlots` has four bits. In tables the pair is called `kvzip@4`, and every method without a store of its own can have it (`snap_kv@4`). `full@4` is KIVI, which keeps every token of the prompt in four bits. Bytes are those of one document right after the compression, if the model's numbers have 16 bits:
 
 # %%
 head = [f"{task}, {name}" for name in SHIPPED for task in ("needle", "pairs")]
@@ -246,13 +246,13 @@ print("KVzip on built, few-shot. The question's entries that stay, layers 0 to 5
       *(f"{share:.0%}" for share in stays))
 
 # %% [markdown]
-# With the question at the prompt's end, KVzip loses labels: on *built* 0.31 of them are right, on *learned* 0.75. SnapKV has them all. The question's own entries compete with all others, and lose: outside layer 1, at most 20 % of them stay in a layer. `kvzip_recent` also keeps the 8 newest entries of each head, within the same budget. Then all labels are right on *built*, and 0.88 on *learned*. (16 documents: a standard error of up to 0.12.)
+# With the question at the prompt's end, KVzip loses labels: on *built* 0.31 of them are right, on *learned* 0.75. SnapKV has them all. The question's own entries compete with all others, and lose: outside layer 1, at most 20 % of them stay in a layer. `kvzip_recent` also keeps the 8 newest entries of each head, within the same budget. Then all labels are right on *built*, and 0.88 on *learned*. (16 documents: a standard error of up to 0.13.)
 #
 # So the choice depends on the setting, and on the decoder. If the question is known, SnapKV is much cheaper, and on the small decoders it answers as well or better; on SmolLM2 KVzip finds more (RESULTS.md). If it is not known, the reread is worth its cost.
 #
 # ## Three things to remember
 #
-# 1. **Answering a question about a text and repeating the text need the same entries.** The reread finds them without a question.
+# 1. **The entries that answer a question about a text also serve to repeat it.** The reread finds them without a question.
 # 2. **The largest attention and one ranking for all layers.** A fact is looked at once, so a sum may overlook it. Few heads retrieve, so equal budgets waste most entries.
 # 3. **The price is the reread,** paid once for a document. Gates avoid it at some loss, and few bits on top make the cache smaller still.
 #

@@ -7,7 +7,7 @@
 #
 # **Before:** `00_kv_cache.ipynb`. **Time:** half an hour to read, under two minutes to run on one core. **Then you will know** ten questions to ask of a table, and which bytes each method of `python -m nanollm --all` really needs.
 #
-# Words: an *entry* is one token's key and value in one head. The *keep ratio* is the share of the prompt's entries that stay. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes later. A *needle* is one of four facts hidden in real text; the decoder is asked for one of them.
+# Words: an *entry* is one token's key and value in one head. The *keep ratio* is a head's mean budget, as a share of the prompt without its question. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes later. A *needle* is one of four facts hidden in real text; the decoder is asked for one of them.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -91,7 +91,7 @@ for Kind in (SnapKV, ForgetsToReset):
 #
 # In public: [KVCache-Factory #15](https://github.com/Zefan-Cai/KVCache-Factory/issues/15). Its reporter saw compression in the first sample only; a newer version of a library cured it. In [TriAttention #24](https://github.com/WeianMao/triattention/issues/24) a reader reports similar scores with budgets of 512 and 4,096.
 #
-# **Check:** print the bytes after *every* text, and vary the budget. A score that ignores the budget is suspicious. `python -m nanollm` marks a row with `!` if it holds more than its budget.
+# **Check:** print the bytes after *every* text, and vary the budget. A score that ignores the budget is suspicious. `python -m nanollm --all` writes a line with `!` below a row that holds more than its budget.
 
 # %% [markdown]
 # ## 2. Bytes are counted and not freed
@@ -208,7 +208,7 @@ axis.set(ylabel="needles that SnapKV finds", ylim=(0, 1.05))
 axis.legend(loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On both small decoders this hid nothing: SnapKV finds every needle either way. On SmolLM2 it finds none without the last query, and half of them with it. Only this query looks at the value there (notebook 08). With this error our first measurement said that SnapKV loses known facts on SmolLM2, and it made methods without a window, such as KVzip, better beside it. Now the prompt is read to its end, its last token's entry is forgotten (`crop`), and the token is fed again after the compression.
+# On both small decoders this hid nothing: SnapKV finds every needle either way. On SmolLM2 it finds none without the last query, and half of them with it. There the three heads that look most at the value do so with this query alone (notebook 08). With this error our first measurement said that SnapKV loses known facts on SmolLM2, and so methods without a window, such as KVzip, looked better. Now the prompt is read to its end, its last token's entry is forgotten (`crop`), and the token is fed again after the compression.
 #
 # **Check:** ask which cache answered the first token, and which queries the method saw.
 
@@ -292,7 +292,7 @@ for numbers in (1, 2, 4):
     print(f"value of {2 * numbers} tokens: full cache {whole:.2f}, SnapKV {snap:.2f}")
 
 # %% [markdown]
-# Longer values are harder for the full cache too, since the decoder was trained on values of two tokens. With eight tokens SnapKV loses nearly all. The question's last token looks at the value's beginning, and a pool of 7 reaches three tokens further. The questions of this repository's tables ask for short facts and labels only. Chains of facts, counting and instructions are missing.
+# Longer values are harder for the full cache too, since the decoder was trained on values of two tokens. With eight tokens SnapKV loses nearly all. The question's last token looks at the value's beginning, and a pool of 7 reaches three tokens further. Nearly all questions of this repository's tables ask for short facts or labels; claim C1 has facts of four numbers. Chains of facts, counting and instructions are missing.
 #
 # **Check:** look for answers that are long, many or spread out.
 

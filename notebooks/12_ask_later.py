@@ -87,7 +87,7 @@ figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=8);
 #
 # The recipe (`lab/lessons.py`) has 72 passages with natural questions, 48 texts with facts that a rule has made (numbers, words, names and dates; in sentences, lists and tables; one answer or several), the tasks of the figure with other words, needles and pairs once more with words as values, passages to copy, and plain text, whose continuation is the answer. SmolLM2 learns from it once, in ten minutes on two cores. The gates ship; to make them again, name a folder: `--calibration FOLDER`.
 #
-# Here *learned* is taught one of these kinds alone: needles, whose values are numbers. Its gates begin as imitations of KVzip. What does it find with a sixteenth of the entries: needles, needles whose value is a word, and pairs? And how far is plain text from the full cache's?
+# Here *learned* is taught one of these kinds alone: needles, whose values are numbers. Its gates begin as imitations of KVzip. What does it find with a sixteenth of the entries: needles, needles whose value is a word, and pairs? And how far do predictions of plain text move from the full cache's?
 
 # %%
 small, its = load(LEARNED)
@@ -159,7 +159,7 @@ axes[1].set(xlabel="heads, the fullest first", ylim=(0, None))
 axes[1].legend();
 
 # %% [markdown]
-# KVzip keeps the first token, a sink, in two thirds of the heads, and the gates keep it in all. With both, the same eight of 30 layers hold most entries. KVzip fills its fullest heads and leaves 60 of 90 nearly empty, with 6 of 178 entries at most. The gates leave most heads more, above all the newest tokens.
+# KVzip keeps the first token, a sink, in two thirds of the heads, and the gates keep it in all. With both, the same eight of 30 layers hold most entries. KVzip nearly fills its fullest heads, and leaves 60 of 90 nearly empty, with 6 of 178 entries at most. The gates leave most heads more, above all the newest tokens.
 #
 # ## Questions of another kind
 #
@@ -183,7 +183,7 @@ some = kinds[kinds.keep.isin([100, 12.5])]
 print(some.pivot_table("score", "method", "task", lambda x: f"{x.mean():.2f}", sort=False))
 
 # %% [markdown]
-# The gates keep numbers and words, of which the recipe has many that this decoder answers. Of names they answer 0.09, KVzip 0.31 and the full cache 0.44. What the full cache cannot answer does not teach, and of the recipe's texts with names this decoder answers few. On SmolLM2 the gates keep names, in wordings that taught and in others (RESULTS.md, `kinds_smollm2`): they have learned what values look like, more than how one asks.
+# The gates keep numbers and most words, of which the recipe has many that this decoder answers. Of names they answer 0.09, KVzip 0.31 and the full cache 0.44. What the full cache cannot answer does not teach, and of the recipe's texts with names this decoder answers few. On SmolLM2 the gates keep names, in wordings that taught and in others (RESULTS.md, `kinds_smollm2`): they have learned what values look like, more than how one asks.
 #
 # ## Why two bits break
 #
@@ -209,7 +209,7 @@ print("share of the error in a head's worst 1, 4 and 16 of 64 channels:",
       *(f"{share[n - 1]:.2f}" for n in (1, 4, 16)))
 
 # %% [markdown]
-# With two bits, the error of a score has a standard deviation of 0.7 in the median head: one weight in three is at least doubled or halved by chance. In the worst head it is 2.6. Each further bit cuts the error to less than half. Four of 64 channels make half of its square. Rounding only these finely would divide the error by 1.4, where a third bit for all divides it by 2.3.
+# With two bits, the error of a score has a standard deviation of 0.7 in the median head: one weight in three is at least doubled or halved by chance. In the worst head it is 2.6. Each further bit cuts the error to less than half. Four of 64 channels make nearly half of its square. Rounding only these finely would divide the error by 1.4, where a third bit for all divides it by 2.3.
 #
 # ## What it costs
 #
@@ -242,7 +242,7 @@ for name, variant in pick(NAMES.split()).items():
 # %% [markdown]
 # KVzip's reread is its price. Gates are learned once, in ten minutes on two cores. Then reading takes little longer than with the full cache. On this short text, and one core, a step takes about as long as the full cache's, and in four bits longer: weights and small operators take most of the time, heads of different lengths are read one by one, and few bits must become numbers again. Times differ from run to run.
 #
-# Where does a step's time go? It reads each weight and each entry once. The decoder's file has 4 bits a weight. On a CPU with AVX512, `load` keeps them as they are for steps (`nanollm/block_linear.py`); on any other CPU both bars below are of 32 bits, and their times differ by chance. The caches below hold random entries, all of 512 or of 4,096 tokens or a quarter of them. Products with the weights and attention are timed alone; the rest of a step are small operators: norms, rotations, sums, and Python.
+# Where does a step's time go? It reads each weight and each entry once. The decoder's file has 4 bits a weight, and 8 in the embedding. On a CPU with AVX512, `load` keeps the 4 bits as they are for steps (`nanollm/block_linear.py`); on any other CPU both bars below are of 32 bits, and their times differ by chance. The caches below hold random entries, all of 512 or of 4,096 tokens or a quarter of them. Products with the weights and attention are timed alone; the rest of a step are small operators: norms, rotations, sums, and Python.
 
 # %%
 def filled(decoder, n):
@@ -298,14 +298,14 @@ for name, (short, few, long, some) in ms.items():
           f"tokens, {faster[1]:.2f} times after 4,096")
 
 # %% [markdown]
-# In 32 bits a step reads 538 MB of weights, and 24 MB of cache after 512 tokens or 190 MB after 4,096. In 4 bits the weights are 100 MB, so the cache takes more of the step, and a quarter of it saves more: SnapKV then makes a step 1.9 times faster after 4,096 tokens, and 1.1 times after 512 (RESULTS.md, `speed`, measured with AVX512). Weights and small operators do not shrink with the cache. RESULTS.md, `cost`, has times in 32 bits, and `speed` also those of eight prompts at once.
+# In 32 bits a step reads 538 MB of weights, and 24 MB of cache after 512 tokens or 190 MB after 4,096. In 4 bits the weights are about 100 MB, so the cache takes more of the step, and a quarter of it saves more: SnapKV then makes a step 1.9 times faster after 4,096 tokens, and 1.1 times after 512 (RESULTS.md, `speed`, measured with AVX512). Weights and small operators do not shrink with the cache. RESULTS.md, `cost`, has times in 32 bits, and `speed` also those of eight prompts at once.
 #
 # ## Ask in your own words
 #
 #     python -m nanollm compress --model smollm2 --method question_gates@4 --keep 25 --file TEXT --out text.cache
 #     python -m nanollm ask text.cache "How many steps lead to the lamp?"
 #
-# These commands do what the next cell does with one method and one question. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`). A text may have 8,192 tokens with question and answer. If its whole cache would not fit into memory, `--evict-early` lets `compress` evict after every 512 tokens (RESULTS.md, `early`).
+# These commands do what the next cell does with one method and one question. `@4` stores the entries that stay in four bits, and works with every method without a store of its own (`snap_kv@4`). With question and answer a text may have 8,192 tokens; KVzip takes texts of up to 7,672. If its whole cache would not fit into memory, `--evict-early` lets `compress` evict after every 512 tokens (RESULTS.md, `early`).
 
 # %%
 QUESTIONS = ("How many steps lead to the lamp?", "Who is the oldest member of the choir?",
@@ -338,7 +338,7 @@ compare(f"--questions {folder}/velm.jsonl --figure {folder}/velm.png --model smo
         "--dtype float32 --keep 50 25 --methods snap_kv question_gates@4".split())
 
 # %% [markdown]
-# The full cache answers one question of four. That is less than half, so the command gives no mean. −log p of the right answer still tells something: it moves before an answer turns wrong. Behind the gates it is lower than behind the full cache, and more answers are right: this model has 135 million parameters, and wanders off less if what it reads is what one asks for. The donkey gets the singer's name. Lost entries do not leave a gap. They leave a fluent, wrong sentence, and it looks like the mistakes that the model makes anyway.
+# The full cache answers one question of four. That is less than half, so the command gives no mean. −log p of the right answer still tells something: it may move before an answer turns wrong. Behind the gates it is lower than behind the full cache, and more answers are right: this model has 135 million parameters, and wanders off less if what it reads is what one asks for. The donkey gets the singer's name. Lost entries do not leave a gap. They leave a fluent, wrong sentence, and it looks like the mistakes that the model makes anyway.
 #
 # ## Three things to remember
 #
@@ -355,4 +355,4 @@ compare(f"--questions {folder}/velm.jsonl --figure {folder}/velm.png --model smo
 # 3. Teach the gates a kind of your own. Write eight texts or more with a few questions each into a file, as above, and run `python -m nanollm teach --model smollm2 --questions FILE --calibration FOLDER`. What is won on the half that did not teach? What is lost on questions made by rule, and on plain text?
 #    <details><summary>Hint</summary>The command prints all three, before and after. −log p of the right answer tells more than few answers do. With few texts try <code>--steps 60</code>.</details>
 # 4. Which part of the recipe teaches what? Train gates of *learned* without one, in a minute, and ask for needles, pairs and labels as above.
-#    <details><summary>Hint</summary><code>taught(small, lab.lessons.lessons(train, small.config, "labels"), fit(…))</code>. Other parts are needle, words, pairs, pairs_of_words, copy, made, natural and plain.</details>
+#    <details><summary>Hint</summary>After <code>import lab.lessons</code>: <code>taught(small, lab.lessons.lessons(train, small.config, "labels"), fit(…))</code>. Other parts are needle, words, pairs, pairs_of_words, copy, made, natural and plain.</details>

@@ -1,7 +1,7 @@
 """Run the notebooks and store them with their outputs: python notebooks/build.py [notebooks/NN_name.py ...]
 
-Each NN_name.py (jupytext, py:percent) becomes the NN_name.ipynb beside it. Two builds give the same file, but for what
-a notebook measures in seconds.
+Each NN_name.py (jupytext, py:percent) becomes the NN_name.ipynb beside it. Two builds on one machine give the
+same file, but for the times that a notebook measures.
 """
 import base64
 from io import BytesIO
@@ -40,8 +40,8 @@ def build(source: Path):
 
 
 def smaller(png: str) -> str:
-    """The picture (base64) in 256 colours, in fewer bytes. The commonest stay as they are, so that every area keeps
-    its colour; the others, on the edges of letters and lines, take the nearest of them."""
+    """The picture (base64) in at most 256 colours. The commonest stay as they are; the others, mostly on the edges of
+    letters and lines, take the nearest of them."""
     picture, out = np.asarray(Image.open(BytesIO(base64.b64decode(png))).convert("RGB"), dtype=int), BytesIO()
     colours, place, pixels = np.unique(picture @ [1 << 16, 1 << 8, 1], return_inverse=True, return_counts=True)
     colours = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], -1)
