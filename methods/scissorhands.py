@@ -13,7 +13,8 @@ Differs from the paper:
 - Steps before an entry came do not count. The paper pads its record with zeros, which counts each
   such step as unimportant, because 0 < 1/s.
 - All layers have the same budget. Section 4.2 gives later layers more.
-- w is 400, as in the paper, but its texts have 2048 tokens, those of our tables at most 1024.
+- w is 400, as in the paper, but its texts have 2048 tokens; in our tables Scissorhands reads at most
+  1024.
 
 The authors' code has no budget: in layers 5 to 35 it keeps the newest 10 entries, and those that
 exceeded the 90th percentile of their row in one of the last 100 steps.
