@@ -10,7 +10,7 @@ are ranked together, so a head that repetition does not need keeps almost nothin
 Differs from the paper:
 - There a prompt asks the decoder to repeat the text. Here no such words are added, because our two
   small decoders would take them for text.
-- A piece has 2K tokens there, and 512 here. As there, each but the first comes after the 8 tokens
+- A piece has 2K tokens there, and 512 here. As there, each but the first is led in by the 8 tokens
   before it. The softmax covers the first 4 tokens (there the system prompt), the entries that the
   piece repeats, and the piece.
 - There the system prompt always stays, and in NVIDIA/kvpress the first 4 tokens of a chat template.

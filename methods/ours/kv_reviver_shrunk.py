@@ -1,8 +1,8 @@
 """Ours, beyond KVReviver: three ways to read the sketch back with less noise.
 
-Even the last is of little use. If exact tokens take the sketch's bytes, the KL is lower on SmolLM2
-at all four keep ratios; on the small decoders it is higher with a sixteenth of the entries (claims
-R4 and R7).
+Even the shrunk sketch is of little use. If exact tokens take the sketch's bytes, the KL is lower on
+SmolLM2 at all four keep ratios; on the small decoders it is higher with a sixteenth of the entries
+(claims R4 and R7).
 
 Mean (`MeanReviver`): a query reads the mean of the tokens in a slot, not their sum, which estimates
 none of them. Their number costs no bytes: it follows from the indices of all vague tokens. Else all
