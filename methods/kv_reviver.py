@@ -330,7 +330,7 @@ class KVReviver(Method):
     recent: float = 0.45  # fraction for the newest tokens; the rest is for candidates
     rows: int = 3  # rows of the sketch, r: 1 or 3
     slack: int = 8  # tokens by which Recent grows before it is cut back
-    # how much higher a vague token's score must be to take a slot
+    # factor by which a vague token's score must be higher to take a slot
     replace_rate: float = 1.1
     seed: int = 0  # of hashes and signs, which differ by layer
     watch = ALL
