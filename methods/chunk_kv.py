@@ -20,8 +20,8 @@ Differs from the paper:
 
 A fact may lie across the border of two chunks. Then its chunks share the attention that it gets,
 and it may be lost. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that on *built* for
-values of two tokens (claim C1). Ours: chunks that end with a line, sentence or
-clause, in methods/ours/chunk_kv_semantic.py.
+values of two tokens, with a quarter of the entries (claim C1). Ours: chunks that end with a line,
+sentence or clause, in methods/ours/chunk_kv_semantic.py.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,8 @@
 An entry with a large attention weight but a tiny projected value adds almost nothing to the output.
 So the paper bounds the L1 change of the output that an eviction causes, and chooses the entries
 that lower the bound. Algorithm 1 has two stages: the first α·b entries are chosen by weight alone,
-the others by weight × ‖projected value‖₁. Any window method can use this selection.
+the others by weight × ‖projected value‖₁. Window methods can use this selection, ChunkKV only with
+reuse=1.
 
     L = ‖o − ô‖₁ ≤ θ = C − (2 − 1/S) Σ_i N_i A_i ‖𝒱_i‖₁
     𝒱 = V W_O,   S = Σ_i N_i A_i,   C = Σ_i A_i ‖𝒱_i‖₁

@@ -21,14 +21,14 @@ The paper's Algorithms 1 and 2 are `Sketch.insert` and `Sketch.query`, Algorithm
 `KVReviver.evict`, Algorithm 4 `SketchSlots.read`.
 
 Differs from the paper:
-- The prompt is read with full attention and compressed at its end.
+- By default the prompt is read with full attention and compressed at its end.
 - The budget counts bytes. It includes the scores of all tokens ever seen, 4 bytes each, so a very
   long text finally leaves no room (ValueError).
 - The paper gives no value of its slack; here it is 8.
 - The paper divides the budget among layers by the Fisher information, without a formula (R5). Here
   all layers have the same budget.
 
-No code was published. Related files: theory/sketch_error.py has the paper's error bounds,
+No code was published. Related files: theory/sketch_error.py has the paper's error bound,
 ours/kv_reviver_shrunk.py has fairer readings of the sketch, and our repair of it.
 """
 
@@ -130,7 +130,7 @@ class Sketch:
             slot = expand_index(slots[..., row], total)
             signed = x * signs[:, :, :, row]
             total.scatter_add_(2, slot, signed.to(total))
-        # round to 16 bits once: one by one, small terms would vanish in a large sum
+        # round only once, if x has 16 bits: else small terms would vanish in a large sum
         self.x.copy_(total)
         if not self.x.isfinite().all():
             most = total.abs().max()
@@ -322,7 +322,7 @@ class SketchSlots(Slots):
 
 @dataclass
 class KVReviver(Method):
-    """From the prompt's end on, all that a head stores fits into the bytes of `budget` entries."""
+    """After each eviction, all that a head stores fits into the bytes of `budget` entries."""
 
     budget: int  # bytes, in entries (key, value, position) per key/value head
     # fraction of the budget for the sketch, at least a slot per row; 0: none
@@ -330,7 +330,7 @@ class KVReviver(Method):
     recent: float = 0.45  # fraction for the newest tokens; the rest is for candidates
     rows: int = 3  # rows of the sketch, r: 1 or 3
     slack: int = 8  # tokens by which Recent grows before it is cut back
-    # how much higher a vague token's score must be to take a slot
+    # factor by which a vague token's score must be higher to take a slot
     replace_rate: float = 1.1
     seed: int = 0  # of hashes and signs, which differ by layer
     watch = ALL

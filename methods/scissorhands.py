@@ -13,7 +13,8 @@ Differs from the paper:
 - Steps before an entry came do not count. The paper pads its record with zeros, which counts each
   such step as unimportant, because 0 < 1/s.
 - All layers have the same budget. Section 4.2 gives later layers more.
-- w is 400, as in the paper, but its texts have 2048 tokens, those of our tables at most 1024.
+- w is 400, as in the paper, but its texts have 2048 tokens; Scissorhands reads at most 1024 in our
+  tables.
 
 The authors' code has no budget: in layers 5 to 35 it keeps the newest 10 entries, and those that
 exceeded the 90th percentile of their row in one of the last 100 steps.
@@ -33,7 +34,7 @@ class BudgetSlots(Slots):
     """Algorithm 1: never more than `budget` slots, from the first token on.
 
     When no slot is free, the method evicts. New tokens are taken in pieces that fit into the free
-    slots, so prompt chunks of any length give the same result as single tokens.
+    slots, so prompt chunks of any length give the result of single tokens, up to rounding.
     """
 
     def room(self, T: int) -> int:

@@ -105,7 +105,7 @@ class FourCache(PairSlots):
 class FactoredFourCache(FourCache):
     """FourCache that never forms a pair.
 
-    tile: the most pairs in a tile (but at least one row); in float32 1 MiB of scores per head.
+    tile: the most pairs in a tile (but at least one row); in float32 1 MiB of scores per query.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 """AdaKV: heads share a layer's budget (Feng et al., arXiv 2407.11550).
 
 Some heads spread their attention over many tokens and need many entries; others need few. So AdaKV
-ranks the entries of a layer's H heads together. A head gets as many entries as it has among the H·b
-highest window scores. A floor f guarantees each head a part of the budget.
+ranks the entries of a layer's H heads together. Without a floor a head gets as many entries as it
+has among the H·b highest pooled window scores. A floor f guarantees each head a part of the budget.
 
     b_h = f·b + (1 − f) · |{ i : A_{h,i} ∈ Top_{H·b}(A) }|,   Σ_h b_h = H·b
 
-The heads then differ in length. They are stored one after the other, without padding, so memory is
-freed.
+The heads may then differ in length. Packed slots, the default store, keep them one after the other,
+without padding, so memory is freed.
 
 Differs from the paper:
 - b counts the entries beside the window, as in the authors' code; the option `budget` contains the
@@ -30,7 +30,7 @@ from nanollm.window import Window
 
 @dataclass
 class AdaKV(SnapKV):
-    # fraction of the budget dealt out evenly, f (authors' code: 0.2 or 0.5); 1 is SnapKV
+    # fraction of b dealt out evenly, f (authors' code: 0.2 or 0.5); 1 is SnapKV
     floor: float = 0.2
 
     def __post_init__(self):
@@ -45,7 +45,7 @@ class AdaKV(SnapKV):
 
 
 def shared(score: Tensor, mean: int, floor: float) -> Tensor:
-    """Return the number of entries of each head, (B, H), from scores (B, H, S).
+    """Return how many entries each head keeps beside the window, (B, H), from scores (B, H, S).
 
     The numbers of a layer add up to H · mean. Equal scores: the newest token first.
     """

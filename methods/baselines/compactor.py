@@ -5,7 +5,7 @@ large if the head's other keys cannot replace it. The attention within a chunk, 
 mask, stands for the attention of a later question.
 
     l_i = x_iᵀ (XᵀX)⁺ x_i,   x_i = key i before rotation − mean key
-    a_i = mean over i−1, i, i+1 of ‖v_j‖ Σ_t p_tj,   p = softmax(Q Kᵀ) of a chunk's tokens
+    a_i = 1/3 Σ_{|j − i| ≤ 1} ‖v_j‖ Σ_t p_tj,   p = softmax(Q Kᵀ) of a chunk's tokens
     keep Top_b of (1 − b/T) z(l) + z(a),   z: z-score over the heads and tokens of the layer
 
 The first and the newest entries take no part in these scores, and stay.
@@ -15,7 +15,8 @@ Differs from the paper:
   them to 48 columns and adds a ridge.
 - The other equations and the defaults are those of NVIDIA/kvpress. The authors' code takes 0.5 for
   1 − b/T, chunks of 128 for a, and leverage within chunks of 512. As in both, p lacks 1/√D.
-- kvpress takes z-scores over the batch; here each text has its own.
+- kvpress takes z-scores over the batch; here each text has its own. There the last chunk is padded,
+  and the padding takes part in p.
 - Σ runs over a group's query heads, too; kvpress takes their mean. The z-scores are the same.
 - The text is compressed once, because queries of earlier turns are gone.
 """

@@ -7,7 +7,7 @@ sums, and the most recent ones.
     F_t(i) = Σ_{s ≤ t} α_{s,i},   evict argmin F_t outside the recent tokens
 
 Differs from the paper:
-- Eviction starts at the end of the prompt, not while the prompt is read.
+- Eviction starts at the end of the prompt by default, not while the prompt is read.
 - The query heads of a group share an entry, so their attention is added up.
 """
 

@@ -5,8 +5,8 @@ the entries whose keys are most similar to the mean direction of all keys. It us
 
     evict argmax_i cos(k_i, k̄),   k̄ = mean_j k_j/‖k_j‖
 
-Differs from the paper: the whole prompt is read with full attention and compressed at its end; the
-paper compresses block by block. After the prompt one entry leaves at each step, as in the paper.
+Differs from the paper: by default the whole prompt is read with full attention and compressed at
+its end; the paper compresses block by block.
 """
 
 from torch import Tensor

@@ -1,19 +1,18 @@
 """KVzip: keep the entries that the decoder needs to repeat the text (Kim et al., arXiv 2505.23416).
 
 A later question is unknown, but the text is known. So the decoder reads the text a second time, the
-reread, with the first pass in its cache. An entry matters if some token of the reread attends to it
-strongly. So its score is the largest attention that any token of the reread gives it. The entries
-of all layers and heads are ranked together, so a head that repetition does not need keeps almost
-nothing.
+reread, with the first pass in its cache. The reread comes in pieces. An entry's score is the
+largest attention that it gets from the piece that repeats it. The entries of all layers and heads
+are ranked together, so a head that repetition does not need keeps almost nothing.
 
-    S_i = max_{t in the reread, g} α_{t,g,i},   keep the L·H·b entries with the highest S
+    S_i = max_{t in i's piece, g} α_{t,g,i},   keep the L·H·b entries with the highest S
 
 Differs from the paper:
 - There a prompt asks the decoder to repeat the text. Here no such words are added, because our two
   small decoders would take them for text.
-- There the reread comes in pieces of 2K tokens; here in pieces of 512, each after the 8 tokens
-  before it. As there, a piece scores only the entries that it repeats. The softmax covers the first
-  4 tokens (there the system prompt), these entries and the piece.
+- A piece has 2K tokens there, and 512 here. As there, each but the first is led in by the 8 tokens
+  before it. The softmax covers the first 4 tokens (there the system prompt), the entries that the
+  piece repeats, and the piece.
 - There the system prompt always stays, and in NVIDIA/kvpress the first 4 tokens of a chat template.
   Here no entry is protected by default, so a question at the prompt's end may be
   lost.

@@ -1,8 +1,8 @@
-"""Fast KVzip: gates predict KVzip's scores from the token alone (Kim et al., arXiv 2601.17668).
+"""Fast KVzip: gates predict KVzip's scores in the first pass (Kim et al., arXiv 2601.17668).
 
-KVzip's reread takes longer than the first pass (4096 tokens of SmolLM2). But its scores can mostly
-be predicted from the token itself. So each head has a gate, which learns KVzip's scores once for a
-decoder. After that a prompt is read only once.
+KVzip's reread takes longer than the first pass (4096 tokens of SmolLM2, on one CPU). So each head
+has a gate, which learns once for a decoder to predict KVzip's scores from the token. After that a
+prompt is read only once.
 
     s_i = σ(x_i W + b),   W, b:  min Σ_i BCE(s_i, S_i),   S_i KVzip's score of entry i
     keep the L·H·b entries with the highest s
@@ -12,16 +12,16 @@ BCE is the cross-entropy −S log s − (1 − S) log(1 − s). It is smallest i
 
 Differs from the paper:
 - There a gate reads the hidden state, which a cache does not receive. Here it reads the queries,
-  keys and values of all heads. In most models that is a linear map of it, and as a rule nothing is
-  lost if they have at least as many numbers. Where queries and keys are normalised (Qwen3) it is
-  none.
+  keys and values of all heads. In most models these are a linear map of the state, up to a bias; as
+  a rule nothing is lost if they have at least as many numbers. Where queries and keys are
+  normalised (Qwen3) they are not.
 - There a gate is a low-rank attention over learned sinks; here it is one linear map, a logistic
   regression.
 - There entries are also evicted while the prompt is read and during decoding; here at the prompt's
   end, as in KVzip, or while it is read, by `prefill_evicting` (nanollm/generate.py).
 - The newest entries stay, as in the paper; here 8. Without them a question at the end may be lost.
 - The authors' code never evicts the system prompt; NVIDIA/kvpress keeps the first 4 tokens. Here
-  `sinks` keeps the first 4, because attention sinks are there on *learned* and on SmolLM2.
+  `sinks` keeps the first 4, because *learned* and SmolLM2 have attention sinks there.
 - As there, the gates learn from plain text, without questions.
 
 The gates belong to the decoder, so `bytes` does not count them.

@@ -31,7 +31,7 @@ from nanollm.window import Window
 
 @dataclass
 class PyramidKV(SnapKV):
-    beta: float = 20  # steepness, β: the last layer keeps 1/β of the mean; 1 is SnapKV
+    beta: float = 20  # steepness, β: b_min is 1/β of the mean; 1 is SnapKV
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,8 +51,8 @@ class PyramidKV(SnapKV):
 def pyramid(mean: int, layers: int, most: int, beta: float) -> list[int]:
     """Return the number of entries beside the window, one for each layer.
 
-    The numbers fall linearly and add up to layers · mean. None exceeds `most`, which is at least
-    `mean`.
+    The numbers fall linearly, up to rounding, and add up to layers · mean. None exceeds `most`,
+    which is at least `mean`.
     """
     if layers == 1:
         return [mean]

@@ -3,8 +3,8 @@
 Each token draws a random priority when it arrives, and the `budget` highest priorities stay. At any
 time the kept tokens are therefore a uniform sample of all tokens seen (reservoir sampling).
 
-Every layer and head draws its own priorities, and so does every text that shares a cache. There a
-text keeps other tokens than alone.
+Every layer and head draws its own priorities, and so does every text that shares a cache. In a
+shared cache a text may keep other tokens than alone.
 """
 
 from dataclasses import dataclass

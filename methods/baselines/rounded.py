@@ -1,15 +1,15 @@
 """A store in few bits: an entry that a method keeps is rounded when the prompt ends.
 
-An evicted entry is lost; a rounded one is only a little wrong. So with the same bytes a method may
+An evicted entry is lost; a rounded one stays, with an error. So with the same bytes a method may
 keep several times as many entries in few bits. `kvzip@4` stores what KVzip keeps in 4 bits.
 `full@4` keeps every entry: it is KIVI (Liu et al., ICML 2024, arXiv 2402.02750).
 
     x ≈ zero + scale · code,   code ∈ {0 … 2^bits − 1}
     zero = min of the group,   scale = (max − min)/(2^bits − 1)
 
-Groups are KIVI's. Some channels of the keys are always large, so keys are rounded per channel: a
-group is one channel of up to 32 neighbouring entries of a head. Values have no such channels, so
-they are rounded per token: a group is up to 32 channels of one entry.
+Groups are KIVI's. In its models some channels of the keys are always large, so keys are rounded per
+channel: a group is one channel of up to 32 neighbouring entries of a head. Values have no such
+channels there, so they are rounded per token: a group is up to 32 channels of one entry.
 
 Differs from KIVI's code:
 - Tokens after the prompt stay exact. There they are rounded, too, once they fill groups.
@@ -17,7 +17,7 @@ Differs from KIVI's code:
 - A head's last group of keys may be short.
 - Codes are packed bit by bit, so a 3-bit code takes 3 bits.
 
-Compressed again, rounded entries are rounded again.
+When a later turn is compressed, rounded entries are rounded again.
 """
 
 import torch
@@ -56,7 +56,7 @@ def pack(code: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack (..., n·bits/8) into codes (..., n), uint8. Long rows are faster."""
+    """Unpack (..., n·bits/8) into codes (..., n), uint8."""
     widths = [w for w in WIDTHS if bits & w]
     sizes = [packed.shape[-1] * w // bits for w in widths]
     code = None

@@ -2,13 +2,13 @@
 
 The prompt's last w queries are the observation window. An entry's window score is the mean
 attention that they give it. Scores are max-pooled over neighbouring tokens, so the neighbours of a
-high score survive too. Each head keeps the entries with the highest scores, and the window itself.
+high score get it, too. Each head keeps the entries with the highest scores, and the window itself.
 
     c = maxpool( 1/w Σ_{t ≥ S−w} α_t ),   keep Top_{b−w}(c) ∪ {S−w … S−1}
 
 Differs from the paper:
 - The window has 32 queries and the max-pool width 7, as in CriticalKV's experiments (arXiv
-  2502.03805). The authors' code has an average pool of 5 and a window of 32 (64 by its
+  2502.03805). SnapKV's code has an average pool of 5 and a window of 32 (64 by its
   class default).
 - The query heads of a group share an entry, so its score is their mean.
 """
@@ -34,7 +34,7 @@ class HighestScores(Selection):
 
 @dataclass
 class SnapKV(WindowMethod):
-    """Keep the window, and each head's highest pooled window scores.
+    """Keep the window, and the entries that `select` chooses, by default those of highest score.
 
     WindowMethod remembers the window's queries. Later tokens are appended. PyramidKV and AdaKV
     override `budgets`; CriticalKV and ChunkKV set another `select`.

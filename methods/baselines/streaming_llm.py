@@ -6,8 +6,9 @@ most recent tokens, and evicts everything between.
 
     S_t = {0 … s−1} ∪ {t−(b−s)+1 … t}
 
-Differs from the paper: the prompt is read with full attention and compressed at its end, as
-with most methods here. After that, once the budget is full, one token leaves for each new one.
+Differs from the paper: by default the prompt is read with full attention and compressed at its
+end, as with most methods here. After that, once the budget is full, one token leaves for each new
+one.
 """
 
 from dataclasses import dataclass

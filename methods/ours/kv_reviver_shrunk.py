@@ -1,8 +1,8 @@
 """Ours, beyond KVReviver: three ways to read the sketch back with less noise.
 
-Even the last is of little use. If exact tokens take the sketch's bytes, the KL is lower on SmolLM2
-at all keep ratios; on the small decoders it is higher with a sixteenth of the entries (claims R4
-and R7).
+Even the shrunk sketch is of little use. If exact tokens take the sketch's bytes, the KL is lower on
+SmolLM2 at all four keep ratios; on the small decoders it is higher with a sixteenth of the entries
+(claims R4 and R7).
 
 Mean (`MeanReviver`): a query reads the mean of the tokens in a slot, not their sum, which estimates
 none of them. Their number costs no bytes: it follows from the indices of all vague tokens. Else all
@@ -12,19 +12,18 @@ which is near 0.
 Signed (`SignedReviver`): keys get signs, as values do. Estimates are then right on average over the
 hashes. Without signs, the keys' common mean is added once for every token in a slot.
 
-Shrunk (`ShrunkReviver`): the mean of the vague tokens is stored exactly, and the sketch is read as
+Shrunk (`ShrunkReviver`): the mean of the vague tokens is stored, too, and the sketch is read as
 sums of the tokens' differences from it. An estimate is shrunk towards the mean; the more tokens
 share a slot, the more it is shrunk (a Wiener filter). With a tokens on b slots per row:
 
     k̂_J = mean + median_i(g_i(J) S_i[h_i(J)]) / (1 + variance of the median · (a − 1)/b)
     v̂_J likewise
 
-On average over the hashes, the squared error is at most that of the mean alone. With one row this
-holds by construction, for any vectors. A single token may have a larger error, and swaps leave
-errors in the sketch.
+With one row the squared error, averaged over tokens and hashes, is at most that of the mean alone,
+by construction. A single token may have a larger error, and swaps leave errors in the sketch.
 
-One row, signed or shrunk: without a median, reading is linear. So a new token can attend to the
-slots directly, and no token is read back.
+One row, signed or shrunk: without a median, reading is linear. So a single new token attends to the
+slots directly, and reads no token back.
 """
 
 from collections.abc import Iterable
@@ -93,8 +92,8 @@ class SignedSketch(Sketch):
 
         q (B, H, G, D), exact tokens k and v (B, H, S, D), all tokens J in the sketch (B, H, a) →
         output (B, H, G, D) and probabilities (B, H, G, S + a). The result equals attention to the
-        estimates, but no estimate is formed. All tokens in a slot have the slot's score, up to
-        their signs. The slot's value is multiplied once, by the sum of their signed weights:
+        estimates, but no estimate is formed. The slot's value is multiplied once, by the sum of its
+        tokens' signed weights (S is factor · x):
 
             score of J   = q·mean + g(J) q·S[h(J)]
             Σ_J p_J v̂_J = Σ_J p_J · mean + Σ_slots (Σ_{J in slot} g(J) p_J) S
@@ -122,7 +121,7 @@ class SignedSketch(Sketch):
 
 
 class ShrunkSketch(SignedSketch):
-    """A signed sketch, read as one of the differences from the exact mean."""
+    """A signed sketch, read as one of the differences from the tokens' mean."""
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class ShrunkSketch(SignedSketch):
 
 
 class SignedSlots(SketchSlots):
-    """Attend to the sketch's slots directly if it has one row."""
+    """Let a single new token attend to the sketch's slots directly if it has one row."""
 
     def attention(
         self,

@@ -12,9 +12,9 @@ have thinned. The scores s of entries that would have made the right answers lik
 Attention is exact: an entry is there or not. The derivative is that of a soft choice σ((s − θ)/τ)
 whose θ moves so that its sum stays (a straight-through estimator, Bengio et al., arXiv 1308.3432).
 
-x_i does not tell where token i stands, so each head learns a and c. Fast KVzip always keeps the
-first and the newest entries of every head; with a thirty-second of 512 tokens, that is most of the
-budget. Here only the first always stays.
+x_i is taken before rotation. So that a gate knows the ends of the text, each head learns a and c.
+Fast KVzip always keeps the first 4 and the newest 8 entries of every head; with a thirty-second of
+512 tokens, that is most of the budget. Here only the first always stays.
 
 The training begins with gates that imitate KVzip on a few texts. Its questions are those of
 lab/lessons.py; lab/teach.py adds yours. A question that the full cache cannot answer does not

@@ -26,7 +26,7 @@ Differs from the papers:
 - Lemma 5.1 gives no algorithm, so `crossed` is ours.
 - `sub_gen` can take many independent samples of one stream at once (`runs`), to measure errors.
 
-Tensors are float64, and scores are not scaled. D is the paper's d.
+Scores are not scaled. D is the paper's d.
 """
 
 import math

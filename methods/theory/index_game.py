@@ -134,7 +134,7 @@ def deal(n: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def keep_rows(kept: slice | Tensor, n: int, bits: int | None = None):
-    """Return a `compress` that keeps the tokens `kept` of n, rounded to `bits` bits a number."""
+    """Return a `compress` that keeps the tokens `kept` of n, with `bits` rounded to that many."""
 
     def compress(cache: Slots):
         cache.keep(torch.arange(n)[kept][None, None])

@@ -94,7 +94,7 @@ def rollout(
 
     n must be at least 2 and below T.
 
-    budget: number of keys that a step attends to, |Ŝ_t|; None: all. This is Algorithm 2 with m = 1:
+    budget: the most keys that a step attends to, |Ŝ_t|; None: all. This is Algorithm 2 with m = 1:
         a step with more keys evicts the one with the lowest score, then attends to the rest. The
         first step evicts as many as necessary. The mass lost is Σ_{j∉Ŝ_t} β_{t,j} over all tokens
         so far (Eq. 9).
@@ -275,9 +275,9 @@ def drift_under_power_law(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return each step's drift, its bound and the mass lost under a power law, (T − n,) each.
 
-    Theorem B.2's condition holds with equality. Tokens have random directions; opposed: the evicted
-    ones are minus the kept ones. Weights depend on k alone, so both kinds of tokens have the same
-    bound.
+    Theorem B.2's condition holds with equality. The first n tokens have random directions; opposed:
+    the evicted ones are minus the kept ones. Both kinds of tokens have the same weights, so the
+    same bound.
     """
     generator = torch.Generator().manual_seed(0)
     v = draw_power_law((T,), k, 50, generator)

@@ -1,7 +1,8 @@
 """Compute CriticalKV's L and its bound θ, and compare selections of entries by them.
 
 The paper is arXiv 2502.03805 (claims P1 to P4, P6, P9). L is the change of a head's output after
-eviction. θ bounds it. The looser θ̂ and θ̂_relax are in tests/methods/theory/test_perturbation.py.
+eviction. θ bounds it. The θ̂ and θ̂_relax of Theorems 3 and 4 are in
+tests/methods/theory/test_perturbation.py.
 
 Weights A and norms ‖𝒱‖₁ are (..., n). A set of entries is a mask (..., n); its weight must be above
 0.

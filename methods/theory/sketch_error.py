@@ -1,8 +1,8 @@
 """Compute the error of KVReviver's sketch (arXiv 2512.17917).
 
-The sketch returns estimates of keys and values. `collision_variance` is their squared error,
-`printed_bound` the paper's bound on it (claims R6, R7). The load is the number of tokens for each
-slot (R4).
+The sketch returns estimates of keys and values. `collision_variance` is their squared error if both
+have signs, `printed_bound` the paper's bound on it (claims R6, R7). The load is the number of
+tokens for each slot (R4).
 """
 
 import math

@@ -3,8 +3,8 @@
 A method decides which entries stay, a store keeps them. Cases are named as on the command line:
 snap_kv, ada_kv+critical, and snap_kv@4, which stores the prompt in 4 bits from its end on.
 
-Each layer of a decoder is fed its own random q, k and v. `read` shows what a store holds. Outputs
-are compared with attention over it by definition, and its entries with the text. Which entries a
+Each layer of a decoder is fed its own q, k and v. `read` shows what a store holds. Outputs are
+compared with attention over it by definition, and its entries with the text. Which entries a
 method has to keep, its own test file or test_window_methods.py says.
 """
 
@@ -328,8 +328,8 @@ def check_entries(
 ):
     """Check that entries are the text's, k and v.
 
-    In few bits, no number of the prompt is farther off than half a level. A key's levels lie
-    between the extremes of its channel in the compressed head, a value's between its own extremes.
+    In few bits, no number of the prompt is farther off than half a level and 0.003. A key's levels
+    lie between the extremes of its channel in the compressed head, a value's between its own.
     """
     assert (shown.pos.diff() > 0)[shown.there[..., 1:]].all()  # no position twice
     i = shown.pos.where(shown.there, 0).long()[..., None].expand(shown.v.shape)
@@ -424,7 +424,7 @@ def test_a_row_of_a_batch_is_what_it_is_alone(name):
 def test_16_bits_choose_as_64_bits_do(name, dtype):
     """Queries and keys share a large channel, as Qwen2's do.
 
-    Their product exceeds float16 before scaling. Fewer bits change no choice, as test 3 shows.
+    Their product exceeds float16 before scaling. Test 3 has the stores in few bits.
     """
     layers = []
     for q, k, v in text():
@@ -470,7 +470,7 @@ def test_of_tokens_that_nobody_looks_at_the_newest_stay(name):
 
 @each(BUDGETED, "@2")
 def test_a_conversation_is_compressed_after_each_turn(name):
-    """After each turn the budget holds, and attention is exact, unless a method refuses it."""
+    """After each turn the budget holds; attention is exact. Some methods refuse a second turn."""
     caches, _ = run(name, (PROMPT, 2))
     for start, stop in ((32, 40), (40, 42), (42, 50)):
         begin_turn(caches)

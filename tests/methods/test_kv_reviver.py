@@ -18,7 +18,7 @@ from sketches import PARTS, SHORT, WHOLE, check_walk, parts_of, step, texts
 
 @pytest.mark.claim("R1")
 def test_over_the_seeds_pairs_fall_independently_and_signs_apart():
-    """Over the seeds, slots and signs are uniform and pairwise independent, also between rows."""
+    """Over the seeds, slots and signs are uniform; tokens and rows coincide as by chance."""
     like = torch.zeros(1, 1, 1, 1)
     J = torch.tensor([[[0, 1, 2, 7, 100, 101, 2000]]])
     width = 5
@@ -49,7 +49,7 @@ def test_over_the_seeds_pairs_fall_independently_and_signs_apart():
 
 @pytest.mark.claim("R1")
 def test_linear_hashes_would_bias_what_is_read(note):
-    """With linear hashes the median of a sketch is biased over the seeds; with cubic ones not.
+    """With linear signs the median of a sketch is biased over 800 seeds; with cubic ones not.
 
     Twelve ones are in one slot per row, with signs.
     """

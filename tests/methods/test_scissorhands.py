@@ -117,7 +117,7 @@ def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
 
 
 class Watched(BudgetSlots):
-    """Checks at every moment that slots and bytes are within the budget."""
+    """Checks after each write and step that slots and bytes are within the budget."""
 
     def within(self):
         live, allocated = self.bytes()

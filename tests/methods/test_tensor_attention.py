@@ -134,9 +134,9 @@ def test_scores_whose_exp_overflows_or_vanishes_are_harmless(
 ):
     """Scores whose exp overflows or vanishes give the loop's outputs.
 
-    Integer scores are exact in both types, so tolerances are tight. But fused attention (two)
-    scales them: some processors round a score s there by up to |s|·ε, and its weight changes in
-    that proportion.
+    Integer scores are exact in both types, so tolerances are tight. But fused attention
+    (TwoCache) scales them: some processors round a score s there by up to |s|·ε, and its weight
+    changes in that proportion.
     """
     q, k, v = text(integer=True)
     y = feed(
@@ -228,7 +228,7 @@ def test_its_attention_is_the_loop_over_pairs_from_its_own_weights(family):
 
 @pytest.mark.claim("T13")
 def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins():
-    """It depends on absolute positions; a decoder of pairs does not."""
+    """It depends on absolute positions; a Llama of pairs does not."""
     x = torch.randn(3, 1, 1, 16, generator=seeded(0))
     unshifted = rotated_scores(*x, 0)
     for shift in (1, 10, 100):

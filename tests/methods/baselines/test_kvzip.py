@@ -24,7 +24,7 @@ def reread(
     caches,
     own,
 ):
-    """Return copies of the caches that reread a piece behind everything, and 8 tokens before."""
+    """Return copies of the caches that reread a piece, and up to 8 tokens before it, at the end."""
     again = copied(caches)
     for layer in again:
         layer.method = Recorder()

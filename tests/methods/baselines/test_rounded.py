@@ -52,7 +52,7 @@ def test_codes_zero_and_scale_are_the_loops(bits):
 
 @pytest.mark.parametrize("numbers, bits", [([-1e5, 1.0], 8), ([-6e4, 6e4], 1)])
 def test_what_no_half_holds_is_refused(numbers, bits):
-    """Numbers beyond the range of 16 bits raise ValueError; otherwise attention would be NaN."""
+    """Numbers, or ranges of them, that no 16 bits hold raise ValueError."""
     for dtype in torch.float32, torch.bfloat16:
         with pytest.raises(ValueError, match="large"):
             quantise(torch.tensor(numbers, dtype=dtype), bits, 0)
@@ -106,7 +106,7 @@ def test_entries_are_those_of_the_method_rounded_by_loops(Method, bits):
 def read_wide(dtype):
     """Return a store with 64 channels that has read 70 tokens, and q, k, v of 71.
 
-    As in real decoders, some channels of the keys are always large.
+    Two channels of the keys are always large.
     """
     q = 4 * random(B, H * G, 71, 64)  # few entries get most of the attention
     k = random(B, H, 71, 64, seed=1)

@@ -80,7 +80,7 @@ def keep_of(lesson, gates, edges, share):
 
 @torch.no_grad()
 def test_a_question_of_the_training_meets_what_eviction_leaves(monkeypatch):
-    """The loss equals −log p of the answer behind the method's cache with this budget."""
+    """The loss equals −log p of the answer behind the method's cache with the same budget."""
     monkeypatch.setattr(question_gates, "HARD", 99)
     model = decoder(**SIZE)
     g = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Test ChunkKV's claims: the appendix by brute force, and what the shipped model keeps."""
+"""Test ChunkKV's claims: the appendix by brute force, and what *built* keeps."""
 
 from dataclasses import dataclass
 from math import log
@@ -85,8 +85,8 @@ def test_equations_12_and_15_hold_with_the_remainder(theta, other, k, noise, sha
 def test_the_papers_equation_12_is_wrong_for_chains_open_or_hidden():
     """Eq. 12 fails without the remainder, for open and hidden chains.
 
-    Both states are equally frequent, so I_j = 1/2 / (0.2 · 0.8) both ways and KL_j = log 2 −
-    H(0.2).
+    In the open one both states are equally frequent, so I_j = 1/2 / (0.2 · 0.8) both ways and
+    KL_j = log 2 − H(0.2).
     """
     chain = lambda theta: markov(theta, 5)
     theta, delta = vector(0.2, 0.8), vector(0.3, -0.3)
@@ -127,7 +127,7 @@ def test_equation_15_needs_its_o_1_above_and_below(note):
     note("C3", eq15_bound=float(bound), eq15_kl=float(each[-1]))
 
 
-# ---- the claims about a trained model, on the shipped one, with a quarter of the entries ---
+# ---- the claims about a trained model, on *built*, with a quarter of the entries ---
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def test_layers_from_layer_1_on_can_share_one_choice(note):
 
 
 def lesson(batch, Method, keep_ratio, **options):
-    """Return log-probabilities (B, V) of the answer, and the share of examples kept whole (B,).
+    """Return log-probabilities (B, V) of the next token, and the share of examples kept whole (B,).
 
     Query-aware. An example is a labelled line; the share is the mean over heads and layers of those
     of which a head keeps every token.

@@ -85,7 +85,7 @@ def scaled(norms, gain):
 def loop(layer, start, T, budget=None, strength=None, normalise=False):
     """Return tokens, mass lost and gap by Eq. 5, 6, 8 and 9, token by token.
 
-    The gap is the least part of its weight by which the evicted entry was below those that stayed.
+    The gap is the least part of its weight by which an evicted entry was below those that stayed.
     """
     x = dict(enumerate(start, 1))
     kept = list(range(1, len(start)))
@@ -200,7 +200,7 @@ def test_theorem_b1_holds_with_the_least_eps_that_meets_its_conditions(seed, t, 
 
 @mark.claim("S3")
 def test_b1_says_something_where_it_was_constructed_but_by_chance_never(note):
-    """Only built tokens have a lower bound above 0: it needs ε < α/3."""
+    """Only constructed tokens have a lower bound above 0: it needs ε < α/3."""
     g = seeded(0)
     within, useful = [], []
     for noise in (0.001, 0.01, 0.03):

@@ -1,4 +1,4 @@
-"""Test CriticalKV's theorems on random heads in float64, and on the model's heads."""
+"""Test CriticalKV's theorems on random heads in float64, and on the heads of *built*."""
 
 from itertools import combinations
 
@@ -181,7 +181,7 @@ def test_without_assumption_1_stage_2_may_be_worst_and_theorem_4_no_bound(note):
 def two_stages_win(measure, weights, norms, values, budget):
     """Return in which fraction of heads two stages have a lower θ or L than weights alone.
 
-    Each entry has one query head; no window, no pooling.
+    Each entry has one query head. Nothing is pooled, and no window is kept beside the budget.
     """
     kept = torch.logical_or(*algorithm_1(weights, norms, budget))
     staged = measure(weights, values, kept)
@@ -189,7 +189,7 @@ def two_stages_win(measure, weights, norms, values, budget):
     return (staged < alone * (1 - 1e-6)).float().mean()
 
 
-# ---- the heads of the shipped model ---
+# ---- the heads of *built* ---
 
 
 @fixture(scope="module")

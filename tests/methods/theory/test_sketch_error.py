@@ -49,8 +49,8 @@ def squared(kind, rows, width, x, runs):
 def test_the_printed_density_of_the_median_is_half_of_one(note):
     """The printed density 3 Φ(1 − Φ)φ of Lemmas 1 and 2 integrates to 1/2; the factor must be 6.
 
-    Lemma 3: independent logit errors of variance σ_A² give attention weights errors of variance
-    σ_A² [p_i²(1 − p_i)² + Σ_{j ≠ i} p_j² p_i²], to first order.
+    The appendix, after Lemma 3: independent logit errors of variance σ_A² give attention weights
+    errors of variance σ_A² [p_i²(1 − p_i)² + Σ_{j ≠ i} p_j² p_i²], to first order.
     """
     x = torch.linspace(-10, 10, 200_001, dtype=F64)
     below = torch.special.ndtr(x)
@@ -75,7 +75,7 @@ def test_the_printed_density_of_the_median_is_half_of_one(note):
 
 @check("R6", st.lists(st.integers(0, 40), min_size=1, max_size=6))
 def test_the_median_of_three_varies_no_more_than_one_if_symmetric(half):
-    """The median of three varies at most as one value does.
+    """The median of three symmetric values varies at most as one of them does.
 
     For coins the two vary equally, where the proof says 3/4.
     """
@@ -90,7 +90,7 @@ def test_the_median_of_three_varies_no_more_than_one_if_symmetric(half):
 @mark.parametrize("ratio, N", [(0.1, 600), (1, 120), (20, 12)])  # a/N and N
 @mark.claim("R6")
 def test_squared_errors_of_numbers_of_mean_0(ratio, N):
-    """From one token a slot on, reading 0 has a smaller error, and one row is better than three."""
+    """From one token a slot on, three rows have a larger error than one, and than reading 0."""
     a = round(ratio * N)
     x = unit(a, 32)
     one = squared(SignedSketch, 1, N, x, 100)
