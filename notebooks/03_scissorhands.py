@@ -220,7 +220,7 @@ for k, u, beta in (2.1, 1000, .5), (3, 50, .25), (5, 5, .1):
 #
 # Theorem B.2 assumes $\lambda_V\lambda_O(1+\lambda_1\lambda_2)(1+\lambda_Q\lambda_K) \le \tfrac12$. Then the tokens $\tilde x_t$ written with the budget cache differ from the full cache's $x_t$ by at most twice the largest lost mass.
 #
-# The proof is sound for each run (`drift_bound`) with two corrections: differences are taken over all tokens so far, and tokens have a norm of *at most* 1. The figure has weights from a power law with $k = 3$ and the same ranking at every step. Tokens have random directions, or all lost tokens point away from the kept ones.
+# The proof is sound for each run (`drift_bound`) with two corrections: differences are taken over all tokens so far, and tokens have a norm of *at most* 1. The figure has weights from a power law with $k = 3$ and the same ranking at every step. The first tokens have random directions, or those of them that are lost point away from those that stay.
 
 # %%
 figure, axis = plt.subplots(figsize=(6.5, 3.4), layout="constrained")
