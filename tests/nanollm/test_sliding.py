@@ -1,4 +1,4 @@
-"""Layers that see the last tokens alone: beside the model's own attention, past what they see."""
+"""Layers that see the last tokens alone, compared with the model's own on longer texts."""
 
 from copy import deepcopy
 
