@@ -9,9 +9,9 @@ with both layouts consists of two segments.
 
 The slots of a long head are split among several programs: with one program per head, a single
 sequence would leave most of the GPU idle. Each program writes its own m, l and
-acc = Σ exp(s − m) v. A second kernel combines them (flash-decoding). H2O, Scissorhands and KVReviver also need Σ_g p_n
-(`sums`). The first kernel then stores the scores, 4 bytes per slot and query head, and a third
-kernel turns them into weights.
+acc = Σ exp(s − m) v. A second kernel combines them (flash-decoding). H2O, Scissorhands and
+KVReviver also need Σ_g p_n (`sums`). The first kernel then stores the scores, 4 bytes per slot and
+query head, and a third kernel turns them into weights.
 
 Bytes moved per slot: 2·D numbers, since each key and value is read once; with `sums`, 8·G + 4 bytes
 more. All other traffic is small. Example: 32k slots in each of 8 heads are 134 MB at 16 bits and D

@@ -1,6 +1,6 @@
 """What a method decides, and the order in which everything is called.
 
-A *method* decides which entries stay: one object for the whole decoder. Its options are its
+A *method* decides which entries stay: one object for all of its layers. Its options are its
 dataclass fields. A *store* keeps the entries of one layer (slots.py). `make_cache` (cache.py) makes
 one method and a store for each layer; the decoder calls `store.attend(q, k, v, pos)`.
 
