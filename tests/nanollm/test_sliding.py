@@ -204,7 +204,7 @@ def test_layers_are_counted_among_those_of_the_method():
 
 
 def test_gates_learn_through_layers_that_slide():
-    """With everything kept the loss is the model's own, and its steepest slope that of differences."""
+    """With everything kept the loss is the model's own; differences give its steepest slope."""
     model = tiny()
     bridged = Bridged(model)
     n = 40
