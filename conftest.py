@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def typed():
-    """Return typed("python", "-m", MODULE, ...): it runs with no variables but PATH and HOME."""
+    """Return typed("python", ...): it runs a module or file with only PATH and HOME set."""
     from forks import Forks
 
     with Forks() as forks:

@@ -3,8 +3,8 @@
     python nano.py             the page as SnapKV keeps it, then every method's answer
     python nano.py KVzip 55    another method, another budget
 
-A decoder stores an entry, a key and a value, for each token in each head. A method evicts most
-of them. If it does so before the question comes, the answer is often lost.
+A decoder stores an entry, a key and a value, for each token in each head. Four methods here evict
+entries. If they do so before the question comes, the answer is often lost.
 """
 
 from argparse import ArgumentParser, RawTextHelpFormatter
@@ -241,7 +241,7 @@ def answer(method, aware):
     for cache in caches:
         cache.prompt_done = True
 
-    # Read the rest of the question token by token, then write two tokens of two digits each.
+    # Read the rest of the question token by token, then write two more tokens.
     for i in range(n, len(tokens)):
         first = forward(tokens[i : i + 1], caches, i)
     second = forward(first, caches, len(tokens))

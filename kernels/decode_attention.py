@@ -7,11 +7,11 @@ with both layouts consists of two segments.
     s_n = q·k_n/√D + bias_n,   m = max s,   l = Σ exp(s − m)
     y = Σ_n p_n v_n,   p_n = exp(s_n − m)/l
 
-The slots of a head are split among several programs: with one program per head, a single sequence
-would leave most of the GPU idle. Each program writes its own m, l and acc = Σ exp(s − m) v. A
-second kernel combines them (flash-decoding). H2O, Scissorhands and KVReviver also need Σ_g p_n
-(`sums`). The first kernel then stores the scores, 4 bytes per slot and query head, and a third
-kernel turns them into weights.
+The slots of a long head are split among several programs: with one program per head, a single
+sequence would leave most of the GPU idle. Each program writes its own m, l and
+acc = Σ exp(s − m) v. A second kernel combines them (flash-decoding). H2O, Scissorhands and
+KVReviver also need Σ_g p_n (`sums`). The first kernel then stores the scores, 4 bytes per slot and
+query head, and a third kernel turns them into weights.
 
 Bytes moved per slot: 2·D numbers, since each key and value is read once; with `sums`, 8·G + 4 bytes
 more. All other traffic is small. Example: 32k slots in each of 8 heads are 134 MB at 16 bits and D
@@ -68,7 +68,7 @@ class Segment(NamedTuple):
         return cls(flat_k, flat_v, start, count, S, bias)
 
     def by_head(self, x: Tensor, B: int, H: int) -> Tensor:
-        """Return x (N,), one number per slot, as (B, H, S); all heads must have S slots."""
+        """Return x (N,), one number per row, as (B, H, S); all heads must have S slots."""
         apart = (len(self.k) - self.longest) // max(B * H - 1, 1)
         return x.as_strided((B, H, self.longest), (H * apart, apart, 1))
 
@@ -97,7 +97,7 @@ def attend(
     BIASED: tl.constexpr,
     SCORES: tl.constexpr,
 ):
-    """Attend to `share` slots of one head.
+    """Attend to up to `share` slots of one head.
 
     Write m and l (B·H, parts, G), and acc (B·H, parts, G, D). A part is the result of one program
     for one head. All segments together have `parts` parts; those of this segment begin at number
@@ -213,7 +213,7 @@ def column_sums(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write Σ_g 2^(s_n − log₂ Σ 2^s) for `share` slots of one head."""
+    """Write Σ_g 2^(s_n − log₂ Σ 2^s) for up to `share` slots of one head."""
     i_head = tl.program_id(0).to(tl.int64)
     i_share = tl.program_id(1)
     start = tl.load(p_start + i_head)
@@ -235,7 +235,7 @@ def column_sums(
 
 
 def check(q: Tensor, segments: list[Segment]):
-    """Raise ValueError if the segments do not fit the queries q (B, H, G, D)."""
+    """Raise ValueError if k, v, start or count of a segment do not fit q (B, H, G, D)."""
     B, H, _, D = q.shape
     heads = B * H
     for s in segments:
@@ -260,8 +260,8 @@ def decode_attention(
     """Return attention y (B, H, G, D) of q (B, H, G, D) over all segments, `block` slots at a time.
 
     y is 0 for a head without visible slots. With `sums`, also return (N,) float32 for each segment:
-    the sum of the weights that a slot gets from the G queries of its head. Raise ValueError if the
-    segments do not fit q.
+    the sum of the weights that a slot gets from the G queries of its head. Raise ValueError if
+    `check` finds that the segments do not fit q.
     """
     q = q.contiguous()
     check(q, segments)

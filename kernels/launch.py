@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-# Triton reads TRITON_INTERPRET when a function is wrapped; its own are, at its first import
+# Triton reads TRITON_INTERPRET when it wraps a function; its own it wraps at its first import
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -43,17 +43,17 @@ def launcher(function):
 
 
 def block_of(n: int) -> int:
-    """Return the smallest power of 2 that holds n numbers; our products need at least 16."""
+    """Return the smallest power of 2 that is at least n and 16, which our products need."""
     return max(16, triton.next_power_of_2(n))
 
 
 def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, int]:
     """Divide n slots of each head among programs.
 
-    Return the slots per program and the programs per head. Each program gets whole blocks. With
-    enough slots, each SM gets about two programs, but a head at most 64 for this. A program has at
-    most 4096 slots, so long heads get more: otherwise a few long programs would still run after all
-    others have finished.
+    Return the slots per program and the programs per head. Each program gets whole blocks, the last
+    of a head what is left. With enough slots, each SM gets about two programs or more, but a head
+    at most 64 for this. A program has at most 4096 slots, so long heads get more: otherwise a few
+    long programs would still run after all others have finished.
     """
     sms = 4  # the interpreter, as if it were a small GPU
     if device.type == "cuda":

@@ -10,8 +10,8 @@ of each query. A second kernel reads the keys again and averages the weights of 
 The query heads of a group are rows of one tile if they fit into 128 rows: each kernel then reads a
 key once for all of them.
 
-The kernels together then read every key twice, write the window scores once, and do 4·w·D
-operations per key and query head. With w = 32, D = 128, 16 bits and groups of 4 this is 124
+The kernels together then read every earlier key twice, write the window scores once, and do 4·w·D
+operations per such key and query head. With w = 32, D = 128, 16 bits and groups of 4 this is 124
 operations per byte. Memory is the limit up to 295 operations per byte on an H100 and 206 on an
 H200. Reading the keys once would give 241: memory and tensor cores would both be near their limits.
 With D = 128 the two exponentials of each score take as long as the products. PyTorch does the

@@ -10,7 +10,7 @@ COMMANDS = "ask claims compare compress explore generate teach".split()
 
 
 def main(argv: list[str]):
-    """Run the command that argv names."""
+    """Run the command that argv names, or compare."""
     if not argv or argv[0].startswith("-"):
         argv = ["compare", *argv]
     name, *options = argv
@@ -18,7 +18,7 @@ def main(argv: list[str]):
         command_line.fail(f"unknown command {name!r}; known are {', '.join(COMMANDS)}")
     module = "lab.claims.claims_command" if name == "claims" else f"lab.{name}"
     try:
-        run = import_module(module).main  # no other command's imports
+        run = import_module(module).main  # not every command's imports
     except ModuleNotFoundError as error:
         # a student's copy of the course lacks most commands
         if not error.name.startswith("lab."):

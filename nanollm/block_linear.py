@@ -1,8 +1,9 @@
 """Linear layers that multiply by the 4-bit numbers of a GGUF file's blocks.
 
-Decoding a short text mostly waits for the weights' bytes, which it reads once a token. A prompt
-uses each weight for all its tokens, and mostly waits for multiplications. `BlockLinear` therefore
-has each weight twice: in 4 bits for few rows, and as a plain tensor for more.
+Decoding a short text mostly waits for the weights' bytes, which it reads once a token. A long
+prompt uses a layer's weights for all its tokens, and mostly waits for multiplications.
+`BlockLinear` therefore has each weight twice: as 4-bit numbers for few rows, and as a plain tensor
+for more.
 
 A block of 32 weights is scale · (q − 8) + zero, with q from 0 to 15. llama.cpp's Q4_0 and Q4_1 are
 of this form, and PyTorch has a product for it. Scale, zero and the input are rounded to bfloat16.
@@ -22,13 +23,13 @@ ROWS = 4096  # packed at once; meanwhile they have 32 bits
 
 
 def fast_in_bfloat16() -> bool:
-    """Return whether this processor has instructions that multiply in bfloat16."""
+    """Return whether this processor has AVX512's or AMX's instructions for bfloat16."""
     avx = torch.cpu._is_avx512_bf16_supported()
     return avx or torch.cpu._is_amx_tile_supported()
 
 
 def fast_kinds() -> list[str]:
-    """Return the kinds of blocks that are faster packed. A block of Q8_0 becomes two of 4 bits."""
+    """Return the kinds of blocks that gguf.py packs. A block of Q8_0 becomes two of 4 bits."""
     return [kind for kind in BYTES if kind != "Q8_0" or not fast_in_bfloat16()]
 
 
@@ -86,7 +87,7 @@ def floats(x: Tensor) -> Tensor:
 
 
 class BlockLinear(nn.Module):
-    """A linear layer that multiplies few rows by `packed`, in 4 bits, and more by its weight.
+    """A linear layer that multiplies few rows by `packed`, 4-bit numbers, and more by its weight.
 
     Rows that need a gradient are multiplied by the weight, too. data: the weight's bytes in GGUF
     (rows, bytes), of a kind in BYTES.
@@ -132,7 +133,7 @@ class BlockLinear(nn.Module):
 
 
 def number_format(model) -> str:
-    """Return torch's name of the weights' dtype, or "4bit" if a decoder has a `BlockLinear`."""
+    """Return torch's name of the first weight's dtype; "4bit" if there is a `BlockLinear`."""
     modules = getattr(model, "modules", tuple)  # the bridge's models have none
     for module in modules():
         if isinstance(module, BlockLinear):

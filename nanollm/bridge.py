@@ -2,8 +2,8 @@
 
 Each layer of such a model first gives its new keys and values to a transformers cache, and then
 calls an attention function. Here the cache is `Memory`, which returns keys and values as they are.
-The attention function is `attention`. It finds the layer's stores, one for each text, in the memory
-of the current call, and calls their `attend`.
+The attention function is `attention`. It finds the layer's stores in the memory of the current
+call, and calls their `attend`.
 
     memory = attach(model, H2O, budget=64)
     model(prompt, past_key_values=memory)
@@ -11,9 +11,10 @@ of the current call, and calls their `attend`.
     model.generate(prompt, past_key_values=memory, max_new_tokens=20)  # from the compressed cache
     detach(model)
 
-With full attention the model computes the same as with its own cache, but for rounding. Each text
-of a batch has caches of its own, so a batch may be repeated and reordered. It may also be padded on
-the left: give every call the `attention_mask`, and each text is read as it would be alone.
+With full attention the model computes the same as with its own cache, but for rounding. With
+`attach` each text of a batch has caches of its own, so a batch may be repeated and reordered. It
+may also be padded on the left: give every call the `attention_mask`, and each text is read as it
+would be alone.
 Positions then count a text's own tokens, without its padding; `position_ids` may add one number to
 all of them.
 
@@ -150,8 +151,9 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 class Bridged:
     """A causal language model of transformers, called as our decoder: tokens, caches → logits.
 
-    Raises ValueError if the model's attention cannot be replaced. The first Memory replaces it,
-    until `detach`. Calls without a Memory use PyTorch's attention meanwhile.
+    Raises ValueError for models that it knows it cannot run; others may be refused at a call. The
+    first Memory replaces the model's attention, until `detach`. Calls without a Memory use
+    PyTorch's attention meanwhile.
     """
 
     def __init__(self, model):
@@ -343,7 +345,7 @@ def before(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
     in_use.memory = memory
     takes_positions = "position_ids" in names
     if takes_positions and call.get("position_ids") is None and any(memory.pads):
-        # A decoder would count the padding too. `generate` does not, and would go on at other
+        # Most decoders would count the padding. `generate` does not, and would go on at other
         # positions than those at which the prompt was read.
         pos = new_positions(memory.seen, memory.expected, memory.pads, decoder.device)
         return (), call | dict(position_ids=pos.clamp(min=0))

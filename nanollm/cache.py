@@ -66,8 +66,7 @@ def compress(model, tokens: Tensor, caches: list[Slots], again: bool = False):
 
     Either the prompt's own logits, computed before, give the first new token. Or the last token is
     fed `again`, and sees the compressed cache: then its entry is forgotten first, but what its
-    query looked at still counts. Until the next `begin_turn`, methods that evict while they decode
-    do so after each piece.
+    query looked at still counts. Until the next `begin_turn`, methods may evict after each piece.
     """
     if caches[0].seen != tokens.shape[1]:
         raise ValueError(
@@ -108,7 +107,7 @@ def begin_turn(caches: list[Slots]):
 
 
 def evict_while_reading(caches: list[Slots]):
-    """Treat the prompt as if it were decoded: methods evict after each of its pieces."""
+    """Treat the prompt as if it were decoded: methods may evict after each of its pieces."""
     for layer in caches:
         layer.end_prompt()
 

@@ -186,7 +186,7 @@ SCALING = (  # of Llama 3.1
 
 
 def check_config(c):
-    """Raise ValueError unless a decoder can have this shape."""
+    """Raise ValueError if the family is unknown, or if the heads do not fit the shape."""
     if c.family not in ("llama", "gpt2"):
         raise ValueError(f"family {c.family!r} is unknown; use 'llama' or 'gpt2'")
     if not c.head_dim and c.d_model % c.n_heads:
@@ -205,7 +205,7 @@ def check_config(c):
 
 
 def check_forward(model, tokens: Tensor, caches, last: int | None):
-    """Raise ValueError unless the arguments fit the decoder and the text is not too long."""
+    """Raise ValueError if shapes, the text's length or, on a CPU, token ids do not fit."""
     check_tokens(tokens)
     longest = model.config.max_len
     T = tokens.shape[1]

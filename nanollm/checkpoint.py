@@ -1,7 +1,7 @@
 """Read and write weights in Hugging Face's layout: config.json and model.safetensors.
 
 `from_hf` reads GPT-2 and models of Llama's form, such as Llama 2 and 3.1, Mistral without a sliding
-window and Qwen2.5. It refuses what Decoder would compute otherwise than the model's authors.
+window and Qwen2.5. It refuses known options that Decoder does not implement.
 transformers reads its other families, and Hugging Face's tokenizers (`hf_model`, `hf_tokenizer`).
 """
 
@@ -161,7 +161,7 @@ def our_name(name: str) -> str:
 def our_weights(
     folder: Path, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return a folder's tensors by our names, cast to dtype, with the rows of q, k and v joined."""
+    """Return a folder's weights by our names, cast to dtype, with the rows of q, k and v joined."""
     files = [folder / "model.safetensors"]
     if not files[0].exists():
         files = sorted(folder.glob("model-*.safetensors"))
@@ -197,8 +197,8 @@ def from_hf(
 ) -> Decoder:
     """Return the decoder in a Hugging Face folder, in eval mode, with weights cast to dtype.
 
-    ValueError if Decoder cannot compute this model, if a file is missing or damaged, or if a tensor
-    is missing, unknown or not finite.
+    ValueError if Decoder cannot compute this model, if a file is missing or cannot be read, or if a
+    tensor is missing, unknown or not finite.
     """
     folder = Path(folder)
     device = check_device(device)
@@ -242,7 +242,7 @@ def assembled(
     ValueError names `source` if they do not fit.
     """
     # On meta, weights take no memory. But to draw random numbers there, PyTorch would import
-    # its compiler, which takes seconds.
+    # its compiler, which took seconds on one CPU.
     with torch.device("meta"), NoRandomWeights():
         model = Decoder(config)
     if config.tie_embeddings and "embed.weight" in weights:
@@ -383,7 +383,7 @@ def as_hf(model: Decoder):
 
 
 def hf_tokenizer(folder: str | Path) -> Foreign:
-    """Return the folder's tokenizer, read by transformers. ValueError if missing or broken."""
+    """Return the folder's tokenizer, read by transformers. ValueError if it cannot be read."""
     files = [*Path(folder).glob("tokenizer*"), *Path(folder).glob("vocab*")]
     if not files:
         raise ValueError(

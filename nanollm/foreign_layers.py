@@ -126,7 +126,7 @@ def windows(config) -> list[Sliding | None]:
         chunked_attention=getattr(config, "attention_chunk_size", None),
     )
     kinds = getattr(config, "layer_types", None)
-    if not kinds:  # a model that names no types has one window for all layers, or none
+    if not kinds:  # a model that names no types is taken to have one window for all layers, or none
         kinds = ["sliding_attention"] * config.num_hidden_layers
     found = []
     for kind in kinds:

@@ -13,7 +13,7 @@ from nanollm.attention import wide
 from nanollm.cache import compress, full_layers, make_cache, rereading
 from nanollm.check import check_caches, check_ids, check_seed, check_tokens, whole
 
-LEAST = 1e-6  # a lower temperature would make logits overflow
+LEAST = 1e-6  # temperatures near 0, such as 1e-40, would make logits overflow
 
 
 def check_prompt(model, tokens: Tensor, new: int = 0):
@@ -54,9 +54,10 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
 def prefill_evicting(model, tokens: Tensor, caches, piece: int = 512):
     """Feed a prompt, tokens (B, T), and evict between its pieces; `compress` then ends the prompt.
 
-    So a head holds on average at most the method's budget and a piece (KVzip's reread adds more),
-    however long the prompt is. Later tokens do not see what has been evicted. A method's notes,
-    such as scores, stay until the end.
+    So a head of the compressed layers holds on average at most the method's budget and a piece
+    (KVzip's reread adds more), however long the prompt is. Later tokens do not see what has been
+    evicted, but for what KVReviver reads back. A method's notes, such as scores, stay until the
+    end.
     """
     layers = full_layers(caches)
     for part in tokens.split(piece, 1):

@@ -76,10 +76,10 @@ def read(
 ) -> tuple[Decoder, Foreign]:
     """Return the decoder of a file, in eval mode, and its tokenizer. file: may be "smollm2".
 
-    packed: a step of few tokens multiplies by the file's blocks, if they are of a kind that is
-    faster so (block_linear.py).
+    packed: linear layers multiply few rows by the file's blocks, if `pack` takes their kind
+    (block_linear.py).
 
-    ValueError if the file is damaged, or has a model, a tokenizer or a quantization that is not
+    ValueError if the file cannot be read, or has a model, a tokenizer or a quantization that is not
     known here, or if the package gguf is missing.
     """
     try:
@@ -137,7 +137,7 @@ def read(
 
 
 def numbers(data: np.ndarray, kind, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of a tensor's bytes. At most ROWS of its rows have 32 bits at once."""
+    """Return the numbers of a tensor's bytes in dtype. ROWS of its rows are converted at once."""
     import gguf
 
     parts = []
@@ -310,7 +310,7 @@ def tokenizer_of(about: dict) -> Foreign:
         sandbox = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        # what transformers adds to Jinja; `generation` marks text for training alone
+        # some of what transformers adds to Jinja; `generation` marks text for training alone
         sandbox.globals["strftime_now"] = datetime.now().strftime
         sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         marks = r"{%-?\s*(end)?generation\s*-?%}"

@@ -16,10 +16,10 @@ shared_memory = {64: 64, 128: 100, 256: 164}
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Return whether the Triton kernels can take x (..., D).
+    """Return whether x (..., D) is for the Triton kernels.
 
-    They need 16-bit numbers, which the tensor cores multiply, and heads whose tiles fit into
-    shared memory.
+    They get 16-bit numbers, which the tensor cores multiply, and heads whose tiles fit into shared
+    memory.
     """
     if not (use_kernels and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)):
         return False
@@ -45,7 +45,7 @@ def kernel_file(name: str):
 
 
 def kernel_for(x: Tensor, file: str, name: str | None = None):
-    """Return a function of kernels/FILE.py if kernels can take x, else None.
+    """Return a function of kernels/FILE.py if x is for the kernels, else None.
 
     name: the function's name, by default that of the file. After None the caller runs plain code.
     """

@@ -44,7 +44,7 @@ class Memory(Cache):
         self.expected = None  # during a call: `seen` when it ends
         self.ids = None  # during a call: its tokens' ids
         # ids (B, seen); after `compress` also the forgotten token, which must come again. None if
-        # the model was not given ids; () before the first call
+        # they are not known; () before the first call
         self.tokens = None if self.seen else ()
         self.shift = None  # how far the model's positions are ahead of ours
         model.attach()
@@ -283,7 +283,7 @@ class Memory(Cache):
         self.expected = None
 
     def check_whole(self):
-        """Raise ValueError if an earlier call was broken off between two layers."""
+        """Raise ValueError if an earlier call was broken off after a layer had read its tokens."""
         for caches, pad in zip(self.texts, self.pads):
             if {cache.seen for cache in caches} != {max(self.seen - pad, 0)}:
                 raise ValueError(
@@ -351,7 +351,7 @@ class Memory(Cache):
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def expect_drafts(self):
-        """Let layers that slide keep more. Raise ValueError if the memory is compressed."""
+        """Let layers that slide keep more. Raise ValueError if tokens cannot be taken back."""
         if not self.is_croppable:
             self.refuse()
         for layer in self.caches:

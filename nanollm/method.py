@@ -1,18 +1,17 @@
 """What a method decides, and the order in which everything is called.
 
-A *method* decides which entries stay: one object for the whole decoder. Its options are its
+A *method* decides which entries stay: one object for all of its layers. Its options are its
 dataclass fields. A *store* keeps the entries of one layer (slots.py). `make_cache` (cache.py) makes
 one method and a store for each layer; the decoder calls `store.attend(q, k, v, pos)`.
 
     attend, for each piece of the new tokens:     compress, once, after the whole prompt:
         store.room       how many tokens fit          method.compress   each layer evicts
         store.write      append their entries         store.end_prompt  drop the notes
-        store.attention  over what `read` shows
+        store.attention  attend to the entries
         method.observe   look at the probabilities
         store.evict      after the prompt
 
-A subclass may override these names; a method here overrides at most five of them. Only `appends`
-below and lab/methods_by_name.py (for `calibrate`) ask whether it does:
+A subclass may override these names; a method here overrides at most five of them:
 
     Method.watch       how many of the latest queries' probabilities `observe` receives
     Method.entry       numbers stored with each entry
@@ -25,8 +24,8 @@ below and lab/methods_by_name.py (for `calibrate`) ask whether it does:
     Slots.room         how many new tokens to take at once; Scissorhands' store evicts here
     Slots.capacity     how many slots to allocate
     Slots.write        append entries
-    Slots.read         what attention sees
-    Slots.attention    attention over it
+    Slots.read         what Slots.attention sees
+    Slots.attention    attention over the entries
     Slots.evict        call method.evict, at the prompt's end and after each later piece
     Slots.keep         keep some slots; so do keep_chosen, by a mask, and drop, all but one
     Slots.crop         undo the newest writes
@@ -68,9 +67,9 @@ class Method:
 
         q is (B, H·G, T, D). p (B, H, G, w, S) belongs to the last w queries, and is None if `watch`
         is 0. w is `watch`, or the piece's length if that is less. Reduce p by p.sum(2) or
-        p.mean(2), because a GPU kernel returns only the mean over a group's G query heads. Do not
-        write to p. `layer.notes` keeps tensors until the prompt ends, `layer.state` for good, and
-        `layer.put` changes the numbers of `entry`.
+        p.mean(2), because a GPU kernel may return only the mean over a group's G query heads. Do
+        not write to p. `layer.notes` keeps tensors until the prompt is compressed, `layer.state`
+        for good, and `layer.put` changes the numbers of `entry`.
         """
 
     def compress(self, model, tokens: Tensor, layers: list["Slots"]):

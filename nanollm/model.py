@@ -1,6 +1,6 @@
 """The decoder: Llama and GPT-2 in one file. Read it from top to bottom.
 
-The cache is explicit. Attention projects q, k and v, rotates q and k, and calls
+The cache is explicit. Attention projects q, k and v, rotates q and k (not in GPT-2), and calls
 `y = cache.attend(q, k, v, pos)` (slots.py). Without a cache it is causal attention over the text.
 
 Shapes: B batch, T new tokens, H key/value heads, G query heads per key/value head, D head dim,
@@ -77,14 +77,14 @@ def rope(freq: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
     angle = pos[..., None].float() * freq
     angle = angle.unsqueeze(-3)
     cos, sin = angle.cos(), angle.sin()
-    # both dimensions of a pair turn by its angle; the minus is that of Llama's rotate_half
+    # both dimensions of a pair turn by its angle; the minus is that of transformers' rotate_half
     cos = torch.cat((cos, cos), -1)
     sin = torch.cat((-sin, sin), -1)
     return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, H, T, D). Dimension i pairs with i + D/2, as in Llama's checkpoints."""
+    """Rotate x (B, H, T, D). Dimension i pairs with i + D/2, as in transformers."""
     # in x = a b c d, a pairs with c and b with d; the partners are c d a b
     D = x.shape[-1]
     partner = x.roll(D // 2, -1)
@@ -131,7 +131,10 @@ class Attention(nn.Module):
         return weight.unflatten(1, (c.n_heads, c.head_dim))
 
     def project(self, x: Tensor, angles) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x (B, T, d_model) to q (B, H·G, T, D), k and v (B, H, T, D); rotate q and k."""
+        """Project x (B, T, d_model) to q (B, H·G, T, D), k and v (B, H, T, D).
+
+        With angles, rotate q and k.
+        """
         B, T, _ = x.shape
         D = self.config.head_dim
         qkv = self.qkv(x).view(B, T, -1, D)
@@ -256,7 +259,7 @@ class Decoder(nn.Module):
 
         With `last`, only the logits of the last tokens, (B, last, V). `pos` (B or 1, T) overrides
         the positions, and is not checked. Raises ValueError, before a cache changes, if the
-        sequence would exceed config.max_len or another argument does not fit.
+        sequence would exceed config.max_len or another check of `check_forward` fails.
         """
         check_forward(self, tokens, cache, last)
         if cache:

@@ -128,7 +128,7 @@ class PackedSlots(Slots):
         self.unpack()
 
     def keep_chosen(self, kept: Tensor):
-        """Keep only the slots where kept (B, H, S) is true. Pack heads of unlike length."""
+        """Keep only the slots where kept (B, H, S) is true. Pack as the class says."""
         if self.ragged:
             kept = kept & (self.pos != NEVER)
         count = kept.sum(-1)

@@ -1,7 +1,8 @@
 """The store of a layer that sees the last tokens alone: it keeps those, and no method evicts them.
 
 Gemma 3, Olmo 3 and others have such layers between layers that see everything. What a layer cannot
-see need not be stored, so a method compresses the other layers. KVzip's code does the same.
+see need not be stored, so a method compresses the other layers. KVzip's code for Gemma 3 also
+scores those alone.
 
     size 4:              the query at 9 sees 6 7 8 9
     size 4 in chunks:    the query at 9 sees 8 9, because chunks begin at 0 4 8

@@ -3,9 +3,9 @@
 The decoder calls `y = store.attend(q, k, v, pos)`. The order of what happens then, and what a
 subclass may override, stand in method.py.
 
-Keys are stored rotated. A query sees a slot if the slot's position ≤ the query's. This rule alone
-covers causality, prompts read in pieces, and heads of different length. Eviction may change the
-order of the slots; `pos` says which token a slot holds.
+Keys are stored rotated (GPT-2's have no rotation). A query sees a slot if the slot's position ≤ the
+query's. This rule alone covers causality, prompts read in pieces, and heads of different length.
+Eviction may change the order of the slots; `pos` says which token a slot holds.
 """
 
 import math
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 def all_live(x: Tensor) -> Stored:
     """Return x with all its numbers live.
 
-    With a fourth axis, D, it holds keys, values or queries.
+    With a fourth axis, D, it holds vectors in the model's dtype.
     """
     vectors = x.dim() > 3
     return Stored(x, x.numel(), model_dtype=vectors)
@@ -56,8 +56,9 @@ class Slots:
         index: int = 0,
         block: int | None = None,
     ):
-        """method: decides what stays; by default everything. index: which of its layers this is.
+        """method: decides what stays; by default everything.
 
+        index: which of the method's layers this is.
         block: which layer of the model this is, by default the same. Where some layers slide
         (sliding.py), the method's layers are fewer.
         """
@@ -161,7 +162,7 @@ class Slots:
         v: Tensor,
         pos: Tensor,
     ) -> Tensor:
-        """Store a piece of the new tokens, attend, observe, evict."""
+        """Store a piece of the new tokens, attend, observe and, after the prompt, evict."""
         self.write(k, v, pos)
         y, p = self.attention(q, pos)
         self.method.observe(self, q, p)
@@ -182,7 +183,7 @@ class Slots:
         kernel may do this. Its p holds the mean over the G queries of a group,
         repeated G times.
         """
-        # else PyTorch is used: on an H100 it takes at most twice as long (RESULTS.md)
+        # else PyTorch is used: for one token on an H100 it took at most twice as long (RESULTS.md)
         if (self.watch or self.ragged) and q.shape[2] == 1:
             fast = kernel_for(q, "decode_attention", "attend_one")
             if fast:
@@ -253,7 +254,7 @@ class Slots:
             self.slots[name] = k.new_zeros(shape, dtype=kind)
 
     def reserve(self, n: int):
-        """Grow the buffers to n slots. Nothing is copied again until the n slots are full."""
+        """Grow the buffers to n slots. Writing copies them again only when these are full."""
         for name, x in self.slots.items():
             B, H, S, *shape = x.shape
             more = x.new_zeros(B, H, max(n - S, 0), *shape)
@@ -290,7 +291,7 @@ class Slots:
         self.forgotten = gone
 
     def crop(self, n: int):
-        """Remove the newest tokens, so that n are left, as if they had not been written."""
+        """Remove the newest tokens, so that n are left."""
         self.check_crop(n)
         if self.length == self.seen and not self.ragged:  # slot i holds token i
             self.length = n
@@ -307,7 +308,7 @@ class Slots:
     def check_crop(self, n: int):
         """Raise ValueError unless all but the first n tokens can be removed.
 
-        Only before `compress` they can: after it, a head may have evicted any of them.
+        Between `compress` and `begin_turn` they cannot.
         """
         if not 0 <= n <= self.seen:
             raise ValueError(

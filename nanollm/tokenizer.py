@@ -20,8 +20,8 @@ BOS = "<|bos|>"
 def load(file: str | Path) -> tiktoken.Encoding:
     """Return the encoding in a .tiktoken file. Each line has a token in base64 and its rank.
 
-    ValueError if the file is broken. One that was cut off between two lines looks whole here;
-    `check_vocabulary` notices it.
+    ValueError if a line is broken or a byte is missing. A file that has all bytes and was cut off
+    between two lines looks whole here; `check_vocabulary` notices it.
     """
     lines = Path(file).read_bytes().splitlines()
     ranks = {}
@@ -55,8 +55,8 @@ class Foreign:
     puts before a text, or None. chat: a function from messages to the text of a chat. special: the
     ids of special tokens, which are no part of an answer.
 
-    A piece of text is encoded as if a line break stood before it, because some tokenizers add a
-    space at the start of a text.
+    A piece of text is encoded as if a line break stood before it, unless the two
+    would merge. Some tokenizers add a space at the start of a text.
     """
 
     def __init__(
@@ -131,9 +131,8 @@ def special_ids(encoding, config) -> set[int]:
 def check_vocabulary(encoding, vocab_size: int):
     """Raise ValueError unless the tokenizer suits a model with vocab_size token ids.
 
-    A tiktoken encoding must have exactly vocab_size ids. With fewer, the file was cut off, and BOS
-    would get another id. A Hugging Face tokenizer may have fewer ids, because some models pad their
-    vocabulary.
+    A tiktoken encoding must have exactly vocab_size ids. With fewer, BOS would get another id.
+    Another model's tokenizer may have fewer, because some models pad their vocabulary.
     """
     ids = encoding.n_vocab
     exact = isinstance(encoding, tiktoken.Encoding)

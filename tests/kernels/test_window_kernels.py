@@ -35,7 +35,7 @@ def test_scores_of_kernels_are_the_plain_codes(poisoned, sizes, block, sharp, dt
     k = torch.randn(B, n, H, D, generator=g)
     k = k.to(DEVICE, dtype)
     k = k.transpose(1, 2)
-    # tests/helpers/windows.py compares the plain code with a loop
+    # tests/helpers/windows.py compares what the plain code keeps with loops
     rows = window.window_rows(q.double(), k.double())
     expected = rows[..., : n - w].mean(3)
     kernels = scoring.window_scores(

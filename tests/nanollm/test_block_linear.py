@@ -82,7 +82,7 @@ def test_few_rows_are_multiplied_in_4_bits_and_more_by_the_weight(
 def test_a_decoder_in_4_bits_computes_what_it_does_in_32(
     kind, family, tmp_path, processor
 ):
-    """It reads a prompt by its weights, and later tokens in 4 bits."""
+    """Its layers read a prompt by their weights, and a later token by the file's blocks."""
     file = tmp_path / "m.gguf"
     size = dict(hidden_size=64, intermediate_size=96)
     written(file, family, quantised=kind, tie_word_embeddings=True, **size)

@@ -23,7 +23,7 @@ def test_a_store_for_a_method_that_has_its_own_is_refused(store):
 
 @torch.no_grad()
 def test_wrong_numbers_of_tokens_are_refused():
-    """`crop` leaves 0 to all tokens."""
+    """`crop` leaves 0 to 9 of 9 tokens."""
     model = decoder()
     caches = make_cache(model)
     model(TOKENS[:1, :9], caches)

@@ -22,7 +22,7 @@ def model():
 
 
 def new_caches(model, name, **changed):
-    """Return caches with options that the method takes; NumPy's whole numbers count as such."""
+    """Return caches with those options that the method takes; budget is a NumPy number."""
     small = dict(budget=np.int64(24), window_size=4)
     return caches_of(model, VARIANTS[name], **small | changed)
 

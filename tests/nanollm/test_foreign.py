@@ -1,4 +1,4 @@
-"""Checkpoints of families and tokenizers that are not ours, from the command line."""
+"""Checkpoints and tokenizers that are not ours in tasks, chats and commands; both engines."""
 
 from functools import cache as once
 import json

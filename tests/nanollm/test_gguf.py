@@ -135,7 +135,7 @@ def smollm2():
 
 @torch.no_grad()
 def test_smollm2_computes_what_transformers_does(smollm2):
-    """The logits are those of transformers 5.23, which read the same file with accelerate."""
+    """Five logits are those of transformers 5.23, which read the same file with accelerate."""
     model, encoding, _ = smollm2
     ids = encoding.encode_ordinary(corpus.text("test")[3][:2000])
     logits = model(torch.tensor([ids]), last=1)[0, 0]

@@ -1,4 +1,4 @@
-"""Layers that see the last tokens alone: beside the model's own attention, past what they see."""
+"""Layers that see the last tokens alone, compared with the model's own on longer texts."""
 
 from copy import deepcopy
 
@@ -204,7 +204,7 @@ def test_layers_are_counted_among_those_of_the_method():
 
 
 def test_gates_learn_through_layers_that_slide():
-    """With everything kept the loss is the model's own, and its derivative that of differences."""
+    """With everything kept the loss is the model's own; differences give its steepest slope."""
     model = tiny()
     bridged = Bridged(model)
     n = 40

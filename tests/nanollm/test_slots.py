@@ -1,4 +1,4 @@
-"""Plain slots: what is written is read, what is evicted is gone, attention is exact on the rest."""
+"""Slots: what is written is read, what is evicted is gone, attention is exact on the rest."""
 
 import pytest
 import torch
