@@ -1,4 +1,4 @@
-"""Questions made by rule, from which gates learn: facts of many kinds in real text.
+"""Questions made by rule, from which question_gates learns: facts of many kinds in real text.
 
     python -m lab.made_questions --model smollm2 --kinds seen unseen --out made.jsonl
 
