@@ -28,7 +28,7 @@ class Question:
     context: str
     question: str
     answers: list[str]
-    answer_prefix: str = ""  # the reply begins with it
+    answer_prefix: str = ""  # stands before the reply
     task: str = "questions"
     score: str = "all"  # or "any"
     max_new_tokens: int = 64  # of the reply

@@ -1,4 +1,4 @@
-"""List what CriticalKV's claims (arXiv 2502.03805) compare; measure long answers (Table 7)."""
+"""Methods and measurements for CriticalKV's claims (arXiv 2502.03805)."""
 
 from itertools import pairwise
 
