@@ -70,9 +70,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "needs it; default for the built-in page 32",
     )
     command_line.window_option(parser)
-    option(
-        "--tokens", type=int, default=100, help="most tokens to write; default 100"
-    )
+    option("--tokens", type=int, default=100, help="most tokens to write; default 100")
     option(
         "--temperature",
         type=float,

@@ -127,7 +127,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         description="Teach question_gates a file of questions; --calibration FOLDER is required.",
     )
     option = parser.add_argument
-    option("--questions", type=Path, required=True, metavar="FILE", help="file as in the README")
+    option("--questions", type=Path, required=True, metavar="FILE", help="as in README")
     option(
         "--start",
         type=Path,
