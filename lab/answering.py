@@ -1,9 +1,9 @@
 """Answer the questions of one context from every method's compressed cache.
 
 The context is read once and recorded. Each method's cache gets the recording, or reads the context
-itself if it cannot replay, and is compressed. Then the decoder reads each question for up to 64
-caches at once: a batch has a row for each, and in attention each row meets its own cache. There are
-two settings.
+itself if it cannot replay or evicts early, and is compressed. Then the decoder reads what follows
+for up to 64 caches at once: a batch has a row for each, and in attention each row meets its own
+cache. There are two settings.
 `agnostic`: the context is compressed, and the question comes later. `aware`: context and question
 are compressed.
 """
@@ -131,7 +131,7 @@ def read(
 
 
 def share_scores(model, prompt: Tensor, caches: list[Slots], scores: dict, name: str):
-    """Let methods of KVzip's kind score a prompt once: their scores do not depend on the budget."""
+    """Let a method of KVzip's kind score a prompt once: its scores do not depend on the budget."""
     layers = full_layers(caches)
     method = layers[0].method
     if not isinstance(method, KVzip):
@@ -221,7 +221,7 @@ def decoded(
     caches: list[list[Slots]],
     first: list[int],
 ) -> list[str]:
-    """Return each cache's reply, which begins with a token of `first`, by greedy decoding.
+    """Return each cache's reply by greedy decoding; `first` has the first token of each.
 
     A reply ends at a special token, after max_new_tokens, or when its score is 1.
     """

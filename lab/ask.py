@@ -158,7 +158,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     option(
         "--model",
         type=Path,
-        help="folder of the decoder; default: where it was when it read the text",
+        help="folder or file of the decoder; default: where it was when it read the text",
     )
     machine_options(parser)
     args = parser.parse_args(argv)

@@ -91,7 +91,7 @@ def replayed_or_read(measure, model, documents, make: Make, recorded, **options)
 
 
 def continuation_length(T: int) -> int:
-    """Return how many of a text's T tokens are fed one by one, after the compressed prompt."""
+    """Return how many of a text's T tokens come after the compressed prompt."""
     return min(64, T // 2)
 
 

@@ -1,4 +1,4 @@
-"""Code that all commands share: options, threads, one-line errors, and files.
+"""Code that commands share: options, threads, one-line errors, and files.
 
 Importing this file does not import torch. So most commands answer `--help` and many mistakes at
 once.
@@ -13,7 +13,7 @@ import sys
 from nanollm import TINY
 
 
-def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
+def model_options(parser, without="nanollm/tiny, a small decoder that ships"):
     """Add the options of commands that run a model; `loading.loaded` reads them."""
     option = parser.add_argument
     option(
@@ -37,7 +37,7 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
         default="auto",
         help="number format of weights, keys and values; 4bit: decoding reads the blocks of a "
         "GGUF file as they are; default auto: 4bit for such a file on a CPU with AVX512, "
-        "else float32; claims takes float32",
+        "else float32; default of claims: float32",
     )
     option(
         "--calibration",
@@ -60,7 +60,7 @@ def machine_options(parser):
         "--threads",
         type=int,
         default=0,
-        help="CPU threads; default 0: one for small models, all cores for large ones",
+        help="CPU threads; default 0: one for small models, PyTorch's own number for large ones",
     )
 
 
@@ -89,7 +89,7 @@ def check_keep(percent: float):
 def set_threads(asked: int, parameters: int):
     """Set PyTorch's CPU threads to `asked`.
 
-    0 means one for a model of less than 50 million parameters, else all.
+    0 means one for a model of less than 50 million parameters, else PyTorch's own number.
     """
     import torch
     from nanollm.check import whole

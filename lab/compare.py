@@ -101,7 +101,7 @@ def main(argv: list[str]):
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
-    """Return the command line. Without --all, --methods and --keep, `short` is True."""
+    """Return the command line. `short`: without --all, --methods, --keep, --questions."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm",
         description=__doc__,
@@ -111,7 +111,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     option(
         "--all",
         action="store_true",
-        help="run every method; the default is the main ones",
+        help="run every method; the default without --keep is the main ones",
     )
     option(
         "--methods",
@@ -126,7 +126,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         type=float,
         metavar="PERCENT",
-        help="keep ratios: the budget of each head, its observation window included, as a "
+        help="keep ratios: a head's mean budget, its observation window included, as a "
         "percentage of the prompt's tokens (25 is kvpress's compression_ratio 0.75); "
         "default 50 25 12.5 6.25 (short table and --questions: 25)",
     )
@@ -233,7 +233,7 @@ def question_options(parser):
         "--evict-early",
         action="store_true",
         help="with --questions: measure each method with a budget, but compactor, also while it "
-        "evicts after every 512 tokens of the text; its rows end with _early",
+        "evicts after every 512 tokens of the text; its name there ends with _early",
     )
 
 
@@ -250,7 +250,7 @@ def checked_questions(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def is_rows(data: bytes) -> bool:
-    """Return whether data is a list of rows that this command wrote."""
+    """Return whether data is a list of rows, such as this command writes."""
     return command_line.are_rows(data, {"method", "keep_ratio", "each"})
 
 

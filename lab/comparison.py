@@ -89,7 +89,7 @@ class Comparison:
     # ---- the rows ----
 
     def results(self, jobs: list[Job]) -> Iterator[tuple[Job, dict | Failed]]:
-        """Yield each job with its row. On a CPU each core has a process, if --threads is 0 or 1."""
+        """Yield each job with its row. On a CPU with --threads 0 or 1 `spread` makes processes."""
         args = self.args
         processes = args.device == "cpu" and args.threads < 2
         for T, of_length in groupby(jobs, key=lambda job: job.tokens):

@@ -100,8 +100,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=12.5,
         metavar="PERCENT",
-        help="keep ratio: the budget of each head as a percentage of the text's tokens; "
-        "default 12.5; a method without a budget keeps every token",
+        help="keep ratio: a head's mean budget as a percentage of the text's tokens; "
+        "default 12.5; full has no budget and keeps every token",
     )
     option(
         "--evict-early",

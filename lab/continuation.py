@@ -48,7 +48,7 @@ class Reference:
         return self.tokens[:, : -self.new]
 
     def split(self, n: int) -> Iterator["Reference"]:
-        """Yield references of n texts each."""
+        """Yield references of at most n texts each."""
         for start in range(0, len(self.tokens), n):
             yield self.texts(slice(start, start + n))
 
@@ -112,7 +112,7 @@ def continuation(
                `slots_per_head` after the compression and after the last token
 
     With `recording` (`full.recording`) the prompt is replayed. Without it the decoder reads
-    `chunk_size` tokens at a time.
+    the prompt `chunk_size` tokens at a time.
     """
     tokens = full.tokens
     new = full.new
@@ -182,8 +182,8 @@ def perturbation(
 ) -> Tensor:
     """Return ‖o − ô‖₁ (Definition 1 of CriticalKV) of each layer alone, (B, L, H·G).
 
-    Each layer gets the queries of the full cache. In `continuation`, the queries also change,
-    because the layers below have changed. caches: compressed ones to which the prompt has been
+    Each layer gets the queries of the full cache. In `continuation` they are those that the
+    compressed layers below give. caches: compressed ones to which the prompt has been
     replayed, if there are any.
     """
     if caches is None:

@@ -2,10 +2,10 @@
 
 The text is Python's language reference (`pydoc_data.topics`), the standard library's source and
 NumPy's docstrings, 11 to 12 MB. A paragraph ends at a blank line that an unindented line follows,
-so that a function or class stays whole. A hash of a paragraph decides whether it is held out.
+so that most functions and classes stay whole. A hash of a paragraph decides whether it is held out.
 
-Training uses the text of the installed Python. The held-out side is stored in
-`nanollm/held_out/text.json`, so that measurements do not depend on the Python version.
+Training uses the text of the installed Python and NumPy. The held-out side is stored in
+`nanollm/held_out/text.json`, so that it does not depend on their versions.
 `python -m lab.corpus` wrote it.
 """
 
@@ -41,7 +41,7 @@ def held_out(text: str, one_in: int = 20) -> bool:
 
 @cache
 def documents() -> list[str]:
-    """Return all text in a fixed order: one document per topic, source file, or module of NumPy."""
+    """Return all text in a fixed order. A document is a topic, a source file or a NumPy module."""
     from pydoc_data import topics
 
     docs = [topics.topics[name] for name in sorted(topics.topics)]
@@ -55,7 +55,7 @@ def documents() -> list[str]:
 
 
 def sources(folder: Path) -> list[Path]:
-    """Return the Python files below a folder, without those of LEFT_OUT, which take seconds."""
+    """Return the Python files below a folder, without those in folders of LEFT_OUT."""
     files = []
     for parent, folders, names in os.walk(folder):
         folders[:] = {*folders} - LEFT_OUT

@@ -275,8 +275,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "--text",
         type=Path,
         metavar="FILE",
-        help="store the results of the main methods on this text, for a model of any size; the "
-        "default model takes about a minute for 3,000 characters",
+        help="store the results of the main methods on this text, for a model of any size",
     )
     option(
         "--beside",

@@ -66,13 +66,11 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "--budget",
         type=int,
         metavar="ENTRIES",
-        help="how many entries each key/value head may keep; every method with a budget "
+        help="how many entries a key/value head may keep on average; every method with a budget "
         "needs it; default for the built-in page 32",
     )
     command_line.window_option(parser)
-    option(
-        "--tokens", type=int, default=100, help="how many tokens to write; default 100"
-    )
+    option("--tokens", type=int, default=100, help="most tokens to write; default 100")
     option(
         "--temperature",
         type=float,
@@ -91,8 +89,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "--figure",
         type=Path,
         metavar="FILE",
-        help="file for a picture of the text, and of what the heads keep of it at the end (.png, "
-        ".pdf or .svg)",
+        help="file for a picture of the text, and of what the heads keep of it (.png, .pdf or "
+        ".svg)",
     )
     command_line.model_options(parser)
     args = parser.parse_args(argv)

@@ -9,7 +9,7 @@ from nanollm.cache import NEVER, Slots, full_layers
 def held(caches: list[Slots], tokens: int) -> Tensor:
     """Return (B, L, H, tokens) of bool: which of the first `tokens` tokens a head still holds.
 
-    Of the L layers that a method compresses; layers that slide are left out.
+    Of the L layers that a method compresses: layers that slide are left out, unless all slide.
     """
     token = torch.arange(tokens, device=caches[0].pos.device)
     layers = []
@@ -26,7 +26,7 @@ def slots_per_head(caches: list[Slots]) -> float:
     """Return live slots per key/value head: the mean over heads, in the text with the most.
 
     The mean allows heads and layers to share budgets. Rounded entries count as exact ones do.
-    Layers that slide have no budget and do not count.
+    Layers that slide do not count, unless all slide.
     """
     slots = 0  # of each text
     heads = 0

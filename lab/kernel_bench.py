@@ -11,7 +11,7 @@ Python. Inputs of some megabytes stay in the GPU's cache.
     bound    the least time on this GPU: of the bytes at its memory's nominal speed, or of the
              operations at the measured speed of a large matrix product, whichever is longer
     bound ×  bound / kernel
-    sdpa     PyTorch's scaled_dot_product_attention, the fastest of its implementations. Heads of
+    sdpa     PyTorch's scaled_dot_product_attention, the fastest of three implementations. Heads of
              unlike length (ragged) are padded for it. A dash: it cannot compute this
     sdpa ×   sdpa / kernel
 
@@ -56,7 +56,7 @@ def cases(B: int, n: int) -> Iterator[tuple]:
 
     kernel and sdpa are functions to time, on shared inputs; sdpa may be None.
     """
-    # here, as Triton runs on Linux only
+    # here, as Triton may be missing
     from kernels import decode_attention as decode, window_scores as window
 
     H = 8
@@ -122,7 +122,7 @@ def microseconds(run: Callable) -> float:
 
 
 def sdpa(run: Callable) -> float:
-    """Return the time of a run with the fastest of PyTorch's implementations that can do it."""
+    """Return the time of a run with the fastest of `backends` that can do it."""
     backends = (
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.CUDNN_ATTENTION,

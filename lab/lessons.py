@@ -1,4 +1,4 @@
-"""What gates learn from: contexts in tokens, each with questions and their right answers.
+"""What question_gates learns from: contexts in tokens, each with questions and their right answers.
 
 The recipe, one for every decoder: questions made by rule (made_questions.py), the tasks of
 tasks.py, plain text, whose continuation is the answer, and natural questions on passages of our
@@ -19,8 +19,8 @@ from lab.question_file import Encoder, Question, contexts, read
 from lab.tasks import Batch, Tasks
 
 NATURAL = Path(__file__).parent / "natural_teach.jsonl"
-T = 512  # tokens of a context
-# of each: the task, how many contexts, and the options of Tasks
+T = 512  # tokens of a document of Tasks; a made context has about half of them or more
+# of each: the task, how many contexts, and the options of Tasks.batch
 TASKS = dict(
     needle=("needle", 9, dict(questions=4)),
     words=("needle", 18, dict(questions=4, numbers=0)),
@@ -35,7 +35,7 @@ MADE = 48  # contexts
 
 
 class Asked(NamedTuple):
-    """A context, and R questions on it."""
+    """A context, and R rows of questions on it."""
 
     context: Tensor  # (1, T)
     tokens: Tensor  # (R, T'), questions and answers; zeros fill the rows
@@ -68,7 +68,7 @@ def lessons(tasks: Tasks, config, without: str = "", seed: int = 0) -> list[Aske
 
 
 def length_of(asked: Asked) -> int:
-    """Return the tokens of the context and of its longest question."""
+    """Return the tokens of the context and of its longest row of questions."""
     return asked.context.shape[1] + asked.tokens.shape[1]
 
 

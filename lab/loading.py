@@ -32,8 +32,8 @@ def load(
 
     engine: "ours", "transformers", or "auto" (ours if it supports the model's family). dtype:
     torch's name of the number format of weights, keys and values; "4bit", a GGUF file's blocks as
-    they are (block_linear.py); or "auto" (4bit if `refusal` allows it, else float32). ValueError if
-    4bit is not possible, or refused.
+    they are (block_linear.py); or "auto" (a GGUF file as for 4bit, if `refusal` allows it; else
+    float32). ValueError if "4bit" is not possible, or refused.
     """
     folder = Path(folder)
     is_smollm2 = folder == Path(gguf.SMOLLM2) and not folder.exists()
@@ -176,7 +176,7 @@ class TrainingTasks(Tasks):
     """The tasks of the training text."""
 
     def asked(self, config) -> list:
-        """Return the contexts with questions from which gates learn, as `lessons.Asked`."""
+        """Return the contexts from which question_gates learns, as `lessons.Asked`."""
         from lab.lessons import lessons  # which imports this file
 
         return lessons(self, config)

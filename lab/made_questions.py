@@ -1,4 +1,4 @@
-"""Questions made by rule, from which gates learn: facts of many kinds in real text.
+"""Questions made by rule, from which question_gates learns: facts of many kinds in real text.
 
     python -m lab.made_questions --model smollm2 --kinds seen unseen --out made.jsonl
 
@@ -22,7 +22,7 @@ import numpy as np
 from lab import command_line, corpus
 from lab.question_file import Question
 
-# what is told; how it is asked, straight and in other words; how the reply begins
+# what is told; how it is asked, straight and in other words; what stands before the reply
 FORMS = """
 The code of {key} is {value}.
 What is the code of {key}?

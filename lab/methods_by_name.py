@@ -161,7 +161,7 @@ def in_few_bits(variant: Variant, name: str, bits: str) -> Variant:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as a line; all but a ValueError with type and line in methods/."""
+    """Return an error as a line; if no ValueError, with its type and, if any, line in methods/."""
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
         return str(error)
     where = ""

@@ -99,7 +99,7 @@ def marked(encoding, tokens: list[int], gone: list[bool], dim: bool) -> str:
 
 
 def demonstrate(model, encoding, name: str, make: Callable, figure=None):
-    """Print the page with its evicted tokens marked, and the answers, aware and agnostic.
+    """Print the page with the tokens marked that no head keeps, and the answers in both settings.
 
     make: returns new caches of the method `name`. figure: file for a picture of the page; a token
     is darker if more heads keep it.

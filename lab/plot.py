@@ -149,7 +149,7 @@ def drawn(names: list[str]) -> tuple[list[str], list[str]]:
     """Return the names to draw, without the full cache, and those left out.
 
     Families that are not in FAMILIES come first, such as your own, then the others in its order,
-    then variants.
+    then their variants.
     """
 
     def rank(name: str):
@@ -227,7 +227,7 @@ def text(
     columns: int = 1,
     width: int = 110,
 ):
-    """Draw a text once per panel: a larger weight has a darker ground, weight 0 is grey text.
+    """Draw a text once per panel: larger weights have a darker ground; at 0 text is grey or red.
 
     pieces: the tokens' strings; line breaks and runs of spaces are drawn as one space. panels:
     title → weights (T,) in [0, 1]. marked: (T,) bool, the underlined tokens. low, high, mark: words

@@ -1,4 +1,4 @@
-"""Run a function on many items, with a process of one thread for each core."""
+"""Run a function on many items: in forks of this process, or on a Dask cluster."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -14,8 +14,9 @@ import torch
 def spread(function: Callable, items: Iterable, processes: bool = True) -> Iterator:
     """Yield function(item) for each item, in order; in this process if `processes` is false.
 
-    The processes are forks: all that this one has read is theirs too. On other systems than Linux,
-    or with one core or one item, this process works alone.
+    There are as many processes as cores, or as items if these are fewer. They are forks of one
+    thread each: all that this one has read is theirs too. On other systems than Linux, or with one
+    core or one item, this process works alone.
     """
     items = [*items]
     n = min(os.cpu_count(), len(items))
@@ -34,7 +35,7 @@ def spread(function: Callable, items: Iterable, processes: bool = True) -> Itera
 
 
 def begin():
-    """Begin a process: with one thread, and no longer than the one that forked it."""
+    """Begin a process: it has one thread, and ends when the one that forked it has ended."""
     torch.set_num_threads(1)
     Thread(target=end_with_parent, daemon=True).start()
 

@@ -48,7 +48,7 @@ class QuestionComparison:
         )
 
     def lengths(self) -> list[int]:
-        """Return the tokens of each context. ValueError if one with a question is too long."""
+        """Return each context's tokens. ValueError if one is too long with question and reply."""
         longest = self.contenders.model.config.max_len
         lengths = []
         for some in self.contexts:
@@ -201,7 +201,7 @@ def missing(groups: list[list[Question]], jobs: list, records: dict) -> list:
 
 
 def is_ours(data: bytes) -> bool:
-    """Return whether data is a file of records that this command wrote."""
+    """Return whether data is a file of records, such as this command writes."""
     found = command_line.read_json(data)
     return isinstance(found, dict) and found.keys() == {"settings", "records"}
 

@@ -5,8 +5,8 @@
 
 `context`, `question` and `answers` must be there. The score of a reply is the share of the answers
 that it contains (RULER, arXiv 2404.06654), or with `score` "any" 1 if it contains one of them;
-upper and lower case are the same. Lines with the same context share one reading of it. Of other
-fields only `haystack` is used: it names the text around RULER's facts.
+upper and lower case are the same. Lines with the same context share its compressed caches in the
+setting `agnostic`. Of other fields only `haystack` is used: it names the text around RULER's facts.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Question:
     context: str
     question: str
     answers: list[str]
-    answer_prefix: str = ""  # the reply begins with it
+    answer_prefix: str = ""  # stands before the reply
     task: str = "questions"
     score: str = "all"  # or "any"
     max_new_tokens: int = 64  # of the reply

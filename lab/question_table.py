@@ -33,7 +33,7 @@ def frame_of(records: list[dict]) -> pd.DataFrame:
 
 
 def rows_of(frame: pd.DataFrame) -> list[dict]:
-    """Return rows for storing: of each method and task, the lists of all its questions."""
+    """Return rows for storing, one for each value of ROW, with lists over its questions."""
     groups = frame.groupby(ROW, sort=False)
     rows = groups[EACH].agg(list).assign(kib=groups.kib.mean().round(1))
     return rows.reset_index().to_dict("records")
@@ -136,7 +136,7 @@ def show(
 ) -> str:
     """Return the tables of each setting: shares of the full cache's mean, then all numbers.
 
-    short: of several keep ratios, all numbers at 12.5 % only.
+    short: of several keep ratios, all numbers at 12.5 and 100 % only.
     """
     parts = []
     for setting, mine in frame.groupby("setting", sort=False):

@@ -5,8 +5,8 @@
 
     answers = ask(model, tokenizer, text, ["Who came?", "When?"], "kvzip", keep=0.125)
 
-A keep ratio of 12.5 % is what NVIDIA/kvpress calls a compression_ratio of 0.875. The budget counts
-all entries of a head, those of an observation window too.
+A keep ratio of 12.5 % is what NVIDIA/kvpress calls a compression_ratio of 0.875. The budget
+includes the entries of an observation window.
 """
 
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ def compressed(
 
     Afterwards the model has its own attention again, unless it was attached before.
 
-    keep: keep ratio, from 0 to 1. options: of the method. ValueError if the name or an option is
-    wrong, or the method needs what it learns of a model (give that as an option).
+    keep: keep ratio, above 0 and at most 1. options: of the method. ValueError if the name or an
+    option is wrong, or the method needs what it learns of a model (give that as an option).
     """
     check_tokens(tokens)
     if not 0 < keep <= 1:

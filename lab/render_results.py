@@ -22,7 +22,7 @@ from lab.claims import claims_renderer
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "lab" / "stored"
 TARGET = ROOT / "RESULTS.md"
-# by the beginning of any other command: what lays out its rows
+# what lays out the rows of commands that begin so; `shown` knows the others
 RENDERERS = {
     "python -m nanollm claims": claims_renderer,
     "python -m lab.kernel_bench": kernel_bench,
@@ -89,7 +89,7 @@ def run(name: str):
 
 
 def draw_ruler():
-    """Draw the figure that README shows: the mean score of the stored rows over the bytes."""
+    """Draw README's figure of RULER: the mean score of the stored rows over the bytes."""
     frame = question_table.frame_of_rows(rows("ruler"))
     frame = frame[(frame.setting == "agnostic") & frame.method.isin(DRAWN)]
     documents = frame.groupby("task").line.nunique().max()
@@ -115,7 +115,7 @@ def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
 
 
 def shown(command: str, found: list[dict]) -> str:
-    """Return the rows of a command as text. SystemExit if RENDERERS lacks the command."""
+    """Return the rows of a command as text. SystemExit if nothing lays them out."""
     for beginning, renderer in RENDERERS.items():
         if command.startswith(beginning):
             return renderer.show(found)

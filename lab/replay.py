@@ -1,6 +1,6 @@
-"""Read a prompt once for all methods: record it, and replay it to each method's caches.
+"""Read a prompt once for many methods: record it, and replay it to each method's caches.
 
-A recording has every layer's q, k and v. Replay is exact for methods that compress only at the
+Recordings have every layer's q, k and v. Replay is exact for methods that compress only at the
 prompt's end: until then all caches get the same tensors.
 """
 
@@ -92,7 +92,7 @@ def feed(
     caches: list[Slots],
     chunk_size: int = 64,
 ) -> int:
-    """Feed tokens (B, T) of a prompt; return the most bytes that the caches allocated."""
+    """Feed tokens (B, T) of a prompt; return the most bytes allocated after one of the chunks."""
     peak = 0
     for part in tokens.split(chunk_size, 1):
         prefill(model, part, caches)
@@ -121,9 +121,10 @@ def replay(recordings: list[list[Recording]], caches: list[Slots]) -> int:
 
     This replaces `feed`, without the decoder and without attention's output, which is the full
     cache's. recordings: for each part of the prompt, one per layer. The caches have already
-    received all parts but the last. Raises CannotReplay if a cache evicts tokens, hides them from
-    attention or changes them. The part is written at once, or in the pieces that the store takes.
-    If the first part is written at once, the returned bytes have no slack of buffers that grow.
+    received all parts but the last. Raises CannotReplay if a cache that does not slide evicts
+    tokens, hides them from attention or changes them. The part is written at once, or in the pieces
+    that the store takes. If the first part is written at once, the returned bytes have no slack of
+    buffers that grow.
     """
     peak = 0
     for layer, *parts in zip(caches, *recordings):

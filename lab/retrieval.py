@@ -92,7 +92,7 @@ def retrieve(
     With several questions, `aware` sees only the first before the compression. The others come
     later, each after the answer given to the one before. In both settings the budget is a share of
     the context's tokens. `recordings` are those of context and question. Without them the decoder
-    reads `chunk_size` tokens at a time.
+    reads the prompt `chunk_size` tokens at a time.
     """
     tokens, context, question = prompt_and_question(model, batch)
     agnostic = make(batch.question)
@@ -120,7 +120,7 @@ def read_all_but_last(
     recordings: list[list[Recording]] | None,
     chunk_size: int,
 ) -> int:
-    """Read tokens (B, T), a prompt's end, and forget the last; return the most bytes allocated."""
+    """Read a prompt's end, (B, T), without its last entry; return the most bytes allocated."""
     if caches[0].prompt_done:
         # they evict while they read, and cannot undo what they evicted for the last token
         return feed(model, tokens[:, :-1], caches, chunk_size)

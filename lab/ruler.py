@@ -3,8 +3,9 @@
     python -m lab.ruler --model smollm2 --tokens 4096 --tasks niah_single_1 vt --out ruler.jsonl
 
 lm-evaluation-harness makes them (pip install "lm-eval[ruler]", optional). Each line of the file is
-a JSON object: context, question, answer_prefix, answers, task, max_new_tokens. The question begins
-where NVIDIA/kvpress divides RULER, so that a query-agnostic method compresses the context alone.
+a JSON object: context, question, answer_prefix, answers, task, max_new_tokens, and haystack if
+other text replaces the essays. The question begins where NVIDIA/kvpress divides RULER, so that a
+query-agnostic method compresses the context alone.
 
 Five tasks hide needles in Paul Graham's essays, which must be downloaded. Unless --essays is given,
 this repository's held-out text replaces them; the names of these tasks then end in *. A document
@@ -239,7 +240,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "--reply",
         type=int,
         metavar="TOKENS",
-        help="end replies earlier than RULER: so many tokens for each answer, and as many more",
+        help="limit of a reply, in place of RULER's: so many tokens an answer, and as many more",
     )
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """Write a compressed cache to a file, and read it again in another process.
 
 The file is safetensors with a JSON header: the method, its options, the store, the state of each
-layer, and a fingerprint of the decoder. A loaded cache answers bit for bit as the one that was
-saved.
+layer, and a fingerprint of the decoder. On the same machine a loaded cache answers bit for bit
+as the saved one.
 
     save(caches, "page.cache")
     caches = make_cache(model, KVzip, **header("page.cache")["options"])

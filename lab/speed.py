@@ -4,13 +4,14 @@
     python -m lab.speed --model smollm2 --lengths 512 4096 --batches 1 8
     python -m lab.speed --methods my_method --lengths 512 --rounds 1
 
-The peer of the full cache is transformers. The peer of a method is its press in kvpress, with the
-same window (RESULTS.md says how pools differ), if kvpress is installed; kvpress 0.5.5 needs
-transformers below 5.3, so give both an environment of their own. Prompts are random tokens. Ours
-and the peer read prompts by turns. Of every time the fastest of some rounds counts.
+The peer of the full cache is transformers. The peer of a default method is its press in kvpress,
+with the same window if it has one (RESULTS.md says how pools differ), if kvpress is installed;
+kvpress 0.5.5 needs transformers below 5.3, so give both an environment of their own. Prompts are
+random tokens. Ours and the peer read prompts by turns. Of every time the fastest of some rounds
+counts.
 
-Two more rows: llama.cpp, with the same GGUF file and one prompt, if xllamacpp is installed (pip
-install xllamacpp==2026.10.11549); and the floor, the time in which this machine reads a step's
+Two more kinds of rows: llama.cpp, with the same GGUF file and one prompt, if xllamacpp is installed
+(pip install xllamacpp==2026.10.11549); and the floor, the time in which this machine reads a step's
 bytes from memory: those of the weights, and of the full cache.
 """
 
@@ -326,7 +327,7 @@ def main(argv: list[str]):
         "--threads",
         type=int,
         default=0,
-        help="CPU threads; default 0: one for small models, all cores for large ones",
+        help="CPU threads; default 0: one for small models, PyTorch's own number for large ones",
     )
     option(
         "--methods",
@@ -356,7 +357,7 @@ def main(argv: list[str]):
         type=float,
         default=25,
         metavar="PERCENT",
-        help="keep ratio: the budget of each head in percent of the prompt; default 25",
+        help="keep ratio: a head's mean budget in percent of the prompt; default 25",
     )
     option(
         "--rounds",

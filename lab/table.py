@@ -6,7 +6,7 @@ Each task of the rows has a column.
 from itertools import chain, repeat
 from statistics import fmean
 
-# The short table: the main methods, all at one keep ratio.
+# The short table: the main methods; those with a budget at one keep ratio.
 SHOWN = (
     "full snap_kv snap_kv+critical chunk_kv scissorhands kv_reviver_shrunk kvzip question_gates "
     "full@2 h2o random"

@@ -2,7 +2,7 @@
 
 A task makes a document of exactly T tokens: real text with facts in it, then questions and answers
 (`plain` is text alone). Each token has a role. Evaluation cuts the document where the question
-starts.
+starts (`agnostic`), or before the last token of the question (`aware`).
 """
 
 from collections import Counter
@@ -71,8 +71,8 @@ class Tasks:
     your own text around the facts, in place of the split's.
 
     Each task is a method (rng, T, ...) that returns tokens and roles, (T,) each. rng is a NumPy
-    generator. Keys are words (corpus.py); values have four digits, or are words if `numbers` is 0.
-    Training uses no keys, values or lines of the test, and draws other places, labels and orders.
+    generator. Keys are words (corpus.py). Values are four-digit numbers, or words if `numbers` is
+    0. Training draws no keys, values or few-shot lines of the test, and from another seed.
     """
 
     KNOWN = "needle", "pairs", "few_shot", "copy", "plain"
@@ -343,8 +343,8 @@ class Tasks:
     def batches(self, task: str, seed: int, B: int, T: int, **options) -> list[Batch]:
         """Return B documents of a task, in as few aligned batches as possible.
 
-        With our tokenizer this is one `batch`. With another, questions and numbers vary in tokens,
-        and these are the first B documents drawn.
+        With our tokenizer this is one `batch`. With another, questions and numbers may vary in
+        tokens, and these are the first B documents drawn.
         """
         if not isinstance(self.encoding, Foreign):
             return [self.batch(task, seed, B, T, **options)]
@@ -376,8 +376,9 @@ def aligned(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
 class Unmarked(Tasks):
     """The same tasks without the full stops and line breaks that mark where a fact ends.
 
-    A comma replaces a line break; with our tokenizer " is " replaces the colon of a pair. The line
-    break before "Q:" stays, and so does the punctuation of the text and of the source lines.
+    A comma replaces a line break; with our tokenizer " is " replaces a pair's colon before a
+    number. The line break before "Q:" stays, and so does the punctuation of the text and of the
+    source lines.
     """
 
     def ids(self, string: str) -> Ids:

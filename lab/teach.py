@@ -1,8 +1,8 @@
-"""python -m nanollm teach: teach a decoder's gates the kind of questions in a file.
+"""python -m nanollm teach: teach question_gates the kind of questions in a file.
 
-Half of the file's contexts teach, mixed with contexts of the recipe (lessons.py), so that the gates
-do not forget. The other half judges, and so do questions made by rule from other text, and plain
-text.
+Half of the file's contexts teach, but those on which the full cache answers nothing. Contexts of
+the recipe (lessons.py) are mixed in, so that the gates do not forget. The other half judges, and so
+do questions made by rule from other text, and plain text.
 """
 
 import argparse
@@ -139,7 +139,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         "--seed",
         type=int,
         default=0,
-        help="seed of the order, and of the made questions; default 0",
+        help="seed of the training, and of the made questions that judge; default 0",
     )
     command_line.model_options(parser)
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""The stored notebooks are what `notebooks/build.py` makes of their sources."""
+"""The stored notebooks have the cells of their sources, run once from top to bottom."""
 
 from pathlib import Path
 

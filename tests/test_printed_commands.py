@@ -1,4 +1,4 @@
-"""Commands that documents print have arguments that their programs accept, but for LEFT_OUT."""
+"""Commands in DOCUMENTS have arguments that nanollm or lab accepts, but for LEFT_OUT."""
 
 import argparse
 from importlib import import_module
@@ -13,7 +13,7 @@ from nanollm.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["*.md", "notebooks/*.py", "course/*/handout.py"]
-# the first needs kvpress; the others are mentioned, without their arguments
+# one needs kvpress, two have no parser, and the others are mentioned without their arguments
 LEFT_OUT = re.compile(
     "lab.kvpress|lab.corpus|lab.render_results|--help|nanollm (compress|ask|teach)$"
 )
@@ -27,7 +27,7 @@ class Accepted(Exception):
 
 
 def printed() -> list[str]:
-    """Return the commands of nanollm and lab in blocks and between backticks, but for LEFT_OUT."""
+    """Return the commands of nanollm and lab in DOCUMENTS, but for LEFT_OUT."""
     found = set()
     for pattern in DOCUMENTS:
         for file in ROOT.glob(pattern):

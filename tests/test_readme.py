@@ -1,4 +1,4 @@
-"""The README: its commands run, on less data; its method works; its table is of stored rows."""
+"""The README: most of its commands run; its method works; its table is of stored rows."""
 
 from pathlib import Path
 import re
@@ -43,7 +43,7 @@ SMALLER = [  # what makes a long command a short one; the first that fits
 
 @pytest.fixture(scope="module")
 def done(typed, tmp_path_factory):
-    """Return each of COMMANDS, made shorter and run from the root with only PATH and HOME."""
+    """Return the results of COMMANDS, made shorter and run at the root with only PATH and HOME."""
     results = {}
     small = tmp_path_factory.mktemp("small")
     page = tmp_path_factory.mktemp("page") / "page.cache"

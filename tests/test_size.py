@@ -1,7 +1,8 @@
-"""How much code there is, and how dense: no layout pays, and a line may not be a riddle.
+"""How much code there is, how dense it is, and how many names a method overrides.
 
-A token is what Python's tokenizer returns, without comments, docstrings, line ends and indents. A
-code line is one on which a token begins that is more than a closing bracket or a comma.
+A token is what Python's tokenizer returns, without comments, docstrings, line ends and indents; an
+f-string is one. A code line is one on which a token begins that is more than a closing bracket or a
+comma.
 """
 
 import ast
@@ -99,7 +100,7 @@ NAMES = {"watch", "entry", "store", "observe", "compress", "evict"}
 
 
 def overridden(kind) -> set[str]:
-    """Return which names of the interface a method gives; `score` stands for the last two."""
+    """Return which names of the interface a method gives; `score` stands for two."""
     own = set()
     for base in kind.__mro__:
         if base in (Scored, Method):

@@ -173,7 +173,7 @@ def is_ours(data: bytes) -> bool:
 
 
 def stored_rows(args: argparse.Namespace, own: str) -> dict[tuple, dict]:
-    """Return the stored findings of the same size and seed, but for one's own model's.
+    """Return the stored findings of the same size and seed, but for those of the model `own`.
 
     The keys are claim, model and keep ratio.
     """

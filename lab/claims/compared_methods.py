@@ -1,4 +1,4 @@
-"""List what CriticalKV's claims (arXiv 2502.03805) compare; measure long answers (Table 7)."""
+"""Methods and measurements for CriticalKV's claims (arXiv 2502.03805)."""
 
 from itertools import pairwise
 
@@ -36,10 +36,10 @@ METHODS["SnapKV+critical, stage 2 pooled"] = SnapKV, POOLED
 def long_answer(model, texts: Tensor, keep: float, *selections) -> Tensor:
     """Return the KL of long answers to short prompts, (selections, texts).
 
-    As in Table 7, a sixteenth of each text (B, T) is the prompt, and the rest is the answer.
-    Whenever the cache holds half of the text, the share `keep` of that stays, and as much of a
-    longer prompt. In between the cache only appends. ValueError if the observation window fills the
-    budget.
+    A sixteenth of each text (B, T) is the prompt, and the rest is the answer; Table 7 is of such
+    texts. Whenever the cache holds half of the text, the share `keep` of that stays. A prompt that
+    is longer than this budget is cut down to it. In between the cache only appends. ValueError if
+    the observation window fills the budget.
     """
     T = texts.shape[1]
     held = T // 2

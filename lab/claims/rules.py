@@ -2,7 +2,7 @@
 
     judge("P6", Subject(model, Tasks(encoding, "test")), 0.25)
 
-python -m nanollm claims does so for all of them, at four keep ratios (S7 at none).
+By default python -m nanollm claims does so for all, at four keep ratios (S7 at none).
 
 A function has its claim's ID as its name, and takes the keep ratio, the share of the entries that
 stays (S7 takes none). The papers' files beside this one have the rule in words. Claims about
@@ -305,8 +305,8 @@ def R6(on: Subject, keep: float) -> Finding:
 def attended(on: Subject) -> list[tuple[Tensor, Tensor]]:
     """Return two tensors (L, 1, H, prompt) of each text, for its prompt's tokens.
 
-    They are whether a later query of the group gives one more than 0.5 % of its attention, and what
-    the prompt's queries give it, H2O's score.
+    They are whether a later query of the group gives a token more than 0.5 % of its attention, and
+    what the prompt's queries give it, H2O's score.
     """
     cut = on.text.prompt.shape[1]
     H = on.model.config.n_kv_heads
@@ -355,7 +355,7 @@ def R10(on: Subject, keep: float) -> Finding:
 
 
 def R11(on: Subject, keep: float) -> Finding:
-    """Measure −log p of the texts' last eighth with and without a sketch."""
+    """Measure the rise of −log p of the texts' ends, with and without a sketch."""
     paper = on.rise(KVReviver, keep, part=3, slack=0)
     none = on.rise(KVReviver, keep, part=3, slack=0, vague=0.0)
     found = means({"by the paper's sketch": paper, "by no sketch": none})
@@ -432,7 +432,7 @@ def S7(on: Subject) -> Finding:
 
 
 def S8(on: Subject, keep: float) -> Finding:
-    """Measure −log p of the texts' last eighth, and labels if the question comes later."""
+    """Measure the rise of −log p of the texts' ends, and labels if the question comes later."""
     rise = on.rise(Scissorhands, keep, part=2)
     found = {
         "rise of −log p": rise,

@@ -70,8 +70,8 @@ def block_similarity(model, tokens: Tensor) -> Tensor:
 def feed_forwards(model) -> list[tuple]:
     """Return each layer's norm before its MLP, and the MLP.
 
-    ValueError unless a transformers model's MLP directly follows its layer's
-    post_attention_layernorm.
+    ValueError unless every layer of a transformers model has a post_attention_layernorm and an mlp,
+    and no pre_feedforward_layernorm.
     """
     if isinstance(model, Decoder):
         return [(block.norm2, block.mlp) for block in model.blocks]

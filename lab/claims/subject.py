@@ -109,7 +109,7 @@ class Subject:
         self.continued = cache(self.continued)
 
     def some(self, part: int) -> int:
-        """Return how many texts are a half (2) or a third (3): slow methods get no more."""
+        """Return how many texts are a half (2) or a third (3): slow measurements get no more."""
         return max(2, self.documents // part)
 
     # ---- questions ----
@@ -152,7 +152,7 @@ class Subject:
         setting: str = "aware",
         **options,
     ) -> Tensor:
-        """Return the mean over the tasks that the full cache solves, (documents,).
+        """Return the share right, mean over the tasks that the full cache solves, (documents,).
 
         ValueError if it solves none.
         """
@@ -169,14 +169,14 @@ class Subject:
         return torch.stack(right).mean(0)
 
     def facts(self, name: str, keep_ratio: float, **more) -> Tensor:
-        """Return the needles and pairs that a method of METHODS finds, query-aware."""
+        """Return the share of needles and pairs that a method of METHODS finds, query-aware."""
         kind, options = METHODS[name]
         return self.answered(kind, keep_ratio, "needle", "pairs", **options | more)
 
     def agnostic(
         self, kind: type[Method], keep_ratio: float | None, **options
     ) -> Tensor:
-        """Return the needles found if the question comes after the compression."""
+        """Return the share of needles found if the question comes after the compression."""
         return self.answered(kind, keep_ratio, "needle", setting="agnostic", **options)
 
     # ---- texts ----

@@ -186,7 +186,7 @@ TOKENS = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(1
 
 
 def decoder(**changed) -> Decoder:
-    """Return a random decoder: three layers, six query heads over two key/value heads."""
+    """Return a random decoder, by default of three layers, six query and two key/value heads."""
     torch.manual_seed(0)
     size = dict(
         vocab_size=50,
@@ -217,7 +217,7 @@ ENCODING = tokenizer.load(TINY / "tokenizer.tiktoken")
 
 
 def caches_of(model, variant, **options):
-    """Return fresh caches of a variant, with random numbers in place of what it learns."""
+    """Return fresh caches of a variant, with random gates and edges in place of learned ones."""
     c = model.config
     width = (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + 1
     g = torch.Generator().manual_seed(0)

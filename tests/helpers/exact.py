@@ -1,4 +1,4 @@
-"""Share float64 draws and comparisons among the tests of theory."""
+"""Share float64 draws and comparisons among test files."""
 
 import math
 

@@ -1,7 +1,7 @@
 """Run commands in separate processes that get only PATH, HOME and what a test adds.
 
 Importing torch takes seconds and a fork hardly any time, so each command is a fork of a process
-that imported torch. Nothing else of the repository is imported before the fork.
+that imported torch and matplotlib. Nothing of the repository is imported before the fork.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Compare what a method keeps, part by part of a text, with a loop written from its paper."""
+"""Compare what a method keeps with a loop written from its paper; check its sums of attention."""
 
 import pytest
 import torch

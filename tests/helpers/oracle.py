@@ -1,4 +1,4 @@
-"""Make tiny random models of transformers: the decoder's outputs and checkpoints equal them."""
+"""Make tiny random models of transformers, with which tests compare our decoder."""
 
 import torch
 from transformers import (
@@ -93,7 +93,7 @@ TOKENS = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 def tiny(**changed) -> Config:
-    """Return a small configuration of our decoder with groups of two query heads."""
+    """Return a small configuration of our decoder, by default with groups of two query heads."""
     size = dict(
         vocab_size=61,
         max_len=16,

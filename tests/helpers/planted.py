@@ -1,8 +1,8 @@
 """Plant wrong solutions into the functions of this process, and run the course's tests on them.
 
 A mistake names a piece of the function's code and what replaces it. The function is first written
-anew by ast.unparse, and the piece is then looked up word by word. So neither spaces, line breaks,
-comments, quotes nor superfluous parentheses matter, and a new layout breaks no mistake.
+anew by ast.unparse, and the piece is then looked up word by word. So the function's spaces, line
+breaks, comments and superfluous parentheses do not matter.
 """
 
 import ast

@@ -94,9 +94,9 @@ def sizes(seen, Method, options):
 
 
 class Head:
-    """Algorithms 3 and 4 for one head, token by token.
+    """Algorithms 3 and 4 for one head.
 
-    Recent is cut back when all exact slots are full.
+    Recent is cut back when the exact tokens outnumber their slots and the slack.
     """
 
     def __init__(self, Method, options):

@@ -1,4 +1,4 @@
-"""Fill stores with random tokens: two rows, two key/value heads, three query heads each, D = 8."""
+"""Fill stores with random tokens, by default two rows, two key/value heads, six query heads."""
 
 import torch
 

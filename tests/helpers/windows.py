@@ -379,7 +379,7 @@ def compressed(method, q, k, v, w_o=None, layer=0, layers=1):
 
 
 def uneven(method, T, H=4, G=2, d=2):
-    """Feed a prompt in which head 0 attends to all tokens alike, the others only to token 5."""
+    """Feed a prompt: head 0 attends to all tokens alike, others, from token 5 on, to that alone."""
     q = torch.zeros(B, H * G, T, d)
     k = torch.zeros(B, H, T, d)
     v = torch.randn(B, H, T, d)

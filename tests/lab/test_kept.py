@@ -1,4 +1,4 @@
-"""Which tokens caches hold, exact or rounded, and how many slots they have."""
+"""Which tokens caches hold, exact or rounded, and how many slots and bytes they have."""
 
 from functools import partial
 from types import SimpleNamespace

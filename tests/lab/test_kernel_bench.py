@@ -1,4 +1,4 @@
-"""The bench of kernels refuses in a line what it cannot time, such as no GPU."""
+"""The bench of kernels refuses in a line what it cannot do, such as timing without a GPU."""
 
 import pytest
 import torch
