@@ -71,15 +71,15 @@ def feed_forwards(model) -> list[tuple]:
     """Return each layer's norm before its MLP, and the MLP.
 
     ValueError unless every layer of a transformers model has a post_attention_layernorm and an mlp,
-    and no pre_feedforward_layernorm.
+    and no post_feedforward_layernorm.
     """
     if isinstance(model, Decoder):
         return [(block.norm2, block.mlp) for block in model.blocks]
     pairs = []
     for x in model.model.modules():
-        # Gemma has a pre_feedforward_layernorm between the two
+        # where there is one (Gemma 2, OLMo 2), the other norm is not the MLP's
         both = hasattr(x, "mlp") and hasattr(x, "post_attention_layernorm")
-        if both and not hasattr(x, "pre_feedforward_layernorm"):
+        if both and not hasattr(x, "post_feedforward_layernorm"):
             pairs.append((x.post_attention_layernorm, x.mlp))
     if len(pairs) != len(model.blocks):
         raise ValueError(
