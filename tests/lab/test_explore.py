@@ -98,8 +98,9 @@ def test_the_stored_views_are_what_python_keeps_and_answers(data):
     assert data["tokens"] == pieces(encoding, tokens[0].tolist())
     found = explore.rounded_model(model), encoding
     for name, variant in pick([*explore.LIVE]).items():
-        own = explore.view(*found, variant, 25, "agnostic", PAGE, QUESTION)
-        assert own == data["views"][f"{name} 25 agnostic"], name
+        for setting in "aware", "agnostic":
+            own = explore.view(*found, variant, 25, setting, PAGE, QUESTION)
+            assert own == data["views"][f"{name} 25 {setting}"], name
 
 
 def test_a_page_of_ones_own_text_stores_what_methods_keep(

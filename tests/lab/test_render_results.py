@@ -90,6 +90,16 @@ print(json.dump(dict(settings={{}}, records={records}), open(sys.argv[-1], "w"))
     assert {"full", "h2o", "kvpress"} <= {*lines}
 
 
+def test_the_figure_of_ruler_counts_the_documents_of_a_task(monkeypatch):
+    titles = []
+    note = lambda points, title, file: titles.append(title)
+    monkeypatch.setattr("lab.plot.questions", note)
+    render_results.draw_ruler()
+    rows = render_results.rows("ruler")
+    documents = max(len(row["score"]) for row in rows if row["method"] == "full")
+    assert f", {documents} documents a task" in titles[0]
+
+
 @pytest.mark.parametrize("name", ["all", "learned"])
 def test_stored_rows_have_every_method_at_its_budgets(name):
     ratios = {}

@@ -18,7 +18,7 @@ from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical
 from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from methods.scissorhands import Scissorhands
-from nanollm.cache import ALL, Method, Slots, make_cache
+from nanollm.cache import ALL, Method, Slots, cache_bytes, make_cache
 
 V, T, NEW = 2048, 80, 12
 TOKENS = torch.randint(0, V, (3, T), generator=torch.Generator().manual_seed(1))
@@ -160,6 +160,12 @@ def test_a_store_that_shows_something_else_reads_for_itself(model, full, store):
     read = continuation(model, full, make)
     for name in "nll", "kl", "l1", "live":
         close(replayed[name], read[name])
+
+
+def test_a_peak_is_what_was_allocated_before_tokens_left(model):
+    caches = make_cache(model, store=forgets(70))
+    peak = feed(model, TOKENS, caches)
+    assert peak > cache_bytes(caches)[1]
 
 
 def test_what_evicts_while_it_reads_cannot_replay(model, full):

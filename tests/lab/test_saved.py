@@ -110,6 +110,15 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
             load(file, caches)
 
 
+def test_a_file_of_other_gates_is_refused(model, tmp_path):
+    caches, _ = read(model, METHODS["question_gates"])
+    save(caches, tmp_path / "page.cache")
+    fresh, _ = read(model, METHODS["question_gates"])
+    fresh[0].method.gates += 1
+    with raises(ValueError, match="these caches are QuestionGates"):
+        load(tmp_path / "page.cache", fresh)
+
+
 def test_caches_are_compressed_for_the_text_that_they_have_read(model):
     tokens = torch.arange(40)[None]
     caches = make_cache(model)

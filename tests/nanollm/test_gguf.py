@@ -64,7 +64,7 @@ def test_texts_and_chats_are_encoded(file):
 @mark.parametrize(
     "name, value, message",
     [
-        ("llama.rope.scaling.type", "yarn", "rope.scaling.type is 'yarn'"),
+        ("llama.rope.scaling.type", "linear", "rope.scaling.type is 'linear'"),
         ("llama.rope.scaling.factor", 4.0, "rope.scaling.factor is 4.0"),
         ("llama.rope.scale_linear", 4.0, "rope.scale_linear is 4.0"),
         ("llama.attention.head_count", [4, 2], "layers differ in heads"),
