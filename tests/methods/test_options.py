@@ -13,6 +13,7 @@ WRONG = [
     ("random", dict(budget=0), "budget 0 must be at least 1"),
     ("h2o", dict(budget=8, recent=1.5), "recent is"),
     ("h2o", dict(budget=1), "budget 1 must"),
+    ("key_diff", dict(budget=0), "budget 0 must"),
     ("streaming_llm", dict(budget=4), "budget 4 must be at least 5: 4 sinks"),
     ("streaming_llm", dict(budget=8, sinks=-1), "sinks is -1"),
     ("kvzip", dict(budget=9, piece=0), "piece 0"),
