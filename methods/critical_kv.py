@@ -13,7 +13,8 @@ A are the attention weights; N_i is 1 if entry i stays and 0 if it is evicted; o
 before the eviction and ô the output after it.
 
 Differs from the paper:
-- Nothing, for one query head per key/value head. The paper does not discuss query groups.
+- The window always stays, and b counts the entries beside it; Algorithm 2 ranks all entries.
+- The paper does not discuss query groups. Without them the rest is as printed.
 - If G query heads share an entry, its score is the mean of their products A·‖𝒱‖, each with its own
   norm. The published code multiplies the means (`CriticalCode`).
 - All query heads of a group count alike. The sum of their bounds would weight head g's products by

@@ -231,7 +231,7 @@ axes[0].legend();
 # %% [markdown]
 # Solid lines are what the papers measure or bound, measured here. Dotted ones are the comparison.
 #
-# - Persistence is high in SmolLM2, 0.78 to 0.99 by layer; the paper's Section 3 reports more than 0.95 for most layers of OPT models. On SmolLM2 chance alone gives 0.49 to 0.95, because most tokens are important once.
+# - Persistence is high in SmolLM2, 0.78 to 0.99 by layer on these texts; the paper's Section 3 reports more than 0.95 for most layers of OPT models. On SmolLM2 chance alone gives 0.49 to 0.95, because most tokens are important once.
 # - With CriticalKV, L is lower in most heads of every layer but SmolLM2's first, and layers 1 and 2 of *built*. The paper has 74 % of all heads.
 # - Neighbouring layers mostly agree more on chunks than on tokens, as the paper says.
 # - With a fifth as many slots as tokens, the squared error of SmolLM2's revived keys is hundreds of variances; the paper's bound is 16. Each channel has a mean, which the sketch adds up as often as tokens share a slot. Without the means the error is about 6, on all three decoders. That is below the bound, and still worse than no sketch: a channel's mean alone, in place of its numbers, has an error of 1.

@@ -254,7 +254,7 @@ print("KVzip on built, few-shot. The question's entries that stay, layers 0 to 5
 #
 # 1. **The entries that answer a question about a text also serve to repeat it.** The reread finds them without a question.
 # 2. **The largest attention and one ranking for all layers.** A fact is looked at once, so a sum may overlook it. Few heads retrieve, so equal budgets waste most entries.
-# 3. **The price is the reread,** paid once for a document. Gates avoid it at some loss, and few bits on top make the cache smaller still.
+# 3. **The price is the reread,** paid once for a document. These gates avoid it at some loss, and few bits on top make the cache smaller still.
 #
 # ## Exercises
 #
