@@ -261,7 +261,7 @@ for claim, judged in found.groupby("claim", sort=False):
 # ## Exercises
 #
 # 1. Attention to the value does not prove that a head matters. Remove heads, the strongest first, and count the needles that are found. How many may go in each decoder?
-#    <details><summary>Hint</summary>A head's output is <code>head_dim</code> columns of what <code>block.attention.o</code> reads, so a <code>register_forward_pre_hook</code> there can set them to 0. Measure with <code>retrieve</code> and <code>make_cache(model)</code>.</details>
+#    <details><summary>Hint</summary>A head's output is <code>head_dim</code> columns of what <code>block.attention.o</code> reads, so a <code>register_forward_pre_hook</code> there can set them to 0. Measure with <code>retrieve</code> of lab/retrieval.py and <code>make_cache(model)</code>.</details>
 # 2. Does a sink form in *built* if you put BOS before the text? Predict first.
 #    <details><summary>Hint</summary>Put <code>tasks["built"].bos</code> before the tokens of <code>text_windows</code>, and measure the weight of the first token with <code>window_rows</code>.</details>
 # 3. Round keys per token in place of per channel. Which decoder suffers most?

@@ -267,4 +267,4 @@ print("KVzip on built, few-shot. The question's entries that stay, layers 0 to 5
 # 4. How much do two documents differ in the heads that keep most? If hardly, the budgets could be fixed once for a decoder, without any reread.
 #    <details><summary>Hint</summary>Compute the percentages of each head for several rows of <code>batch.tokens</code>.</details>
 # 5. Train the gates on needle documents in place of plain text. What happens at 6.25 %, on needles and on pairs?
-#    <details><summary>Hint</summary>In <code>lessons</code> of kvzip_fast.py the task is <code>"plain"</code>. Copy the function and replace it, then <code>fit</code> and <code>retrieve</code>.</details>
+#    <details><summary>Hint</summary>In <code>lessons</code> of kvzip_fast.py the task is <code>"plain"</code>. Copy the function with that file's imports and replace it; then call <code>fit</code>, and <code>retrieve</code> of lab/retrieval.py.</details>

@@ -348,7 +348,7 @@ compare(f"--questions {folder}/velm.jsonl --figure {folder}/velm.png --model smo
 #
 # ## Exercises
 #
-# 1. Round the values to two bits and the keys to four. Which task breaks, needles or pairs?
+# 1. Round the values to two bits and the keys to four. Does a task break, needles or pairs? And the other way round?
 #    <details><summary>Hint</summary>Change <code>bits</code> in the lines of <code>RoundedSlots</code> that round values (<code>round</code>), pack them (<code>add_codes</code>) and read them (<code>codes</code>).</details>
 # 2. Round the four worst channels of each head to eight bits and the others to two. What does it cost, and what does it save?
 #    <details><summary>Hint</summary>The cell of "Why two bits break" ranks the channels; <code>rounded</code> takes any part of them.</details>
