@@ -1,5 +1,6 @@
 """python -m nanollm claims: a column for each model, and a row for each claim."""
 
+from argparse import Namespace
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from commands import refused
 from foreign import foreign_checkpoint
 from lab import corpus
 from lab.claims import claims_command, rules
-from lab.claims.claims_command import STORED
+from lab.claims.claims_command import STORED, stored_rows
 from lab.claims.rules import CLAIMS
 from lab.claims.subject import UNFIT
 from nanollm.__main__ import main
@@ -62,6 +63,18 @@ def test_beside_another_model_the_shipped_columns_are_the_stored_ones(
     found = run(tmp_path, "--claims", "R6", "--model", checkpoint)
     assert found[:12] == [row for row in ROWS if row["claim"] == "R6"]
     assert [row["keep_ratio"] for row in found[12:]] == [0.5, 0.25, 0.125, 0.0625]
+    text = tmp_path / "text"
+    text.write_text("\n".join(corpus.text("test")[::9]))
+    options = "--claims", "R6", "--keep", 25, "--text", text, "--documents", 4
+    models = [row["model"] for row in run(tmp_path, *options, "--model", checkpoint)]
+    assert models == ["built", "learned", f"{checkpoint}/"]
+
+
+def test_stored_columns_are_of_the_same_size_and_seed():
+    size = dict(documents=24, length=256, seed=0, keep=[25])
+    assert stored_rows(Namespace(**size), "own")
+    for changed in dict(documents=23), dict(length=255), dict(seed=1):
+        assert not stored_rows(Namespace(**size | changed), "own")
 
 
 @pytest.mark.parametrize(
