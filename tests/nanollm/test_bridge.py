@@ -468,6 +468,8 @@ def test_quantized_weights_and_adapters_are_taken_for_what_they_compute(model):
     memory.compress(READ[:1])
     assert memory.caches[0].length == 12
     same(memory.caches[-1].w_o.flatten(1), o.weight / 100)
+    o.active_adapters, o.disable_adapters = ["mine"], True
+    assert memory.model.adapters == [(["mine"], True)]
 
 
 DYNAMIC = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)
