@@ -177,6 +177,8 @@ def test_a_number_and_an_error_of_another_kind_are_wrong():
 
     with raises(Wrong, match="the count: expected 3, got 3.0"):
         same(3.0, 3, "the count")
+    with raises(Wrong, match="the sum: expected 1000"):
+        same(tensor(1000.005), tensor(1000.0), "the sum", atol=1e-4)
     with raises(Wrong, match="expected a ValueError, got KeyError"):
         expect.raises(fails, "drop()")
     with raises(Wrong):

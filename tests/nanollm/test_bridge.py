@@ -397,6 +397,8 @@ def test_texts_padded_on_the_left_are_answered_as_alone(family, Method, options)
             seen = memory.get_seq_length() + part.shape[1]
             read(memory, part, attention_mask=mask[:, :seen])
         memory.compress(tokens)
+        twice = [pad for pad in pads for _ in "ab"]
+        assert memory.pads_of(None, len(twice), tokens.shape[1]) == twice
         output = model.generate(
             tokens,
             attention_mask=mask.long(),
